@@ -1,7 +1,7 @@
 """Images by reference against pixels in flight: bytes on each hop, and the memory of the process in the middle.
 
 Eight rollouts of fifteen drawn 1280 x 720 screenshots go from an environment worker through an orchestrator,
-a process of its own that holds the whole batch, and on to a rank:
+a separate process that holds the batch, and on to a rank:
 
     worker --(hop 1: messages, tokens, images)--> orchestrator --(hop 2: samples, images)--> rank
 
@@ -77,7 +77,7 @@ def run(*, full: bool, progress: Callable[[str], None] = lambda _: None) -> list
         base64 = sum(len(msgspec.msgpack.encode(_messages(shots))) for shots in files[:ROLLOUTS])
         progress("materializing on a rank")
         rank = _rank_rows(files[0], store)
-    scale = rollouts / ROLLOUTS  # the pixel way is measured on eight rollouts, also in the long run
+    scale = rollouts / ROLLOUTS  # pixels are measured on eight rollouts, also in the long run
     stored = sum(len(data) for shots in files for data in shots)
     count = rollouts * SCREENSHOTS
     pixels_growth = (pixels.peak_mb - pixels_few.peak_mb) * scale
@@ -137,8 +137,8 @@ def _rollout(shots: list[bytes], store: AssetStore) -> Rollout:
     ids, masks, images, at = [], [], [], 0
     for ref in refs:
         placed = span(ref, QWEN3_VL, offset=at + _TEXT)
-        words = rng.integers(0, _IMAGE_TOKEN, _TEXT + _COMPLETION, np.uint32)
-        ids += [words[:_TEXT], np.full(placed.length, _IMAGE_TOKEN, np.uint32), words[_TEXT:]]
+        text = rng.integers(0, _IMAGE_TOKEN, _TEXT + _COMPLETION, np.uint32)
+        ids += [text[:_TEXT], np.full(placed.length, _IMAGE_TOKEN, np.uint32), text[_TEXT:]]
         masks.append(np.arange(_TEXT + placed.length + _COMPLETION) >= _TEXT + placed.length)
         images.append(placed)
         at = placed.end + _COMPLETION

@@ -16,7 +16,7 @@ Lists = dict[str, Any]
 
 
 def as_lists(samples: Sequence[Sample]) -> list[Lists]:
-    """Samples the way list-based trainers hold them: prompt and completion as lists of Python numbers."""
+    """Samples as list-based trainers hold them: prompt and completion as lists of Python numbers."""
     out = []
     for s in samples:
         start = s.num_tokens if not s.loss_tokens else int(np.argmax(s.loss_mask))

@@ -107,7 +107,7 @@ def turns_as_samples(rng: np.random.Generator, rollouts: int = 8, turns: int = 1
 def cumulative_steps(
     rng: np.random.Generator, turns: int = 60, tokens_per_turn: int = 1000
 ) -> list[dict[str, list[float]]]:
-    """A long rollout the way agents record it: every turn repeats the whole context, in lists of Python numbers."""
+    """A long rollout as agents record it: every turn repeats the full context, in lists of Python numbers."""
     half = tokens_per_turn // 2
     context = text(rng, half).tolist()
     steps = []

@@ -1,8 +1,8 @@
 """Handing a step to the ranks of one host: our sockets against raw ZeroMQ and Python's queue.
 
 A step of 64 MB goes to four processes, 16 MB each. The time is from the first send until the last process has read
-every byte of its part and said so. Ways take turns, round by round, so that noise hits all alike; the minimum is
-compared, and the notes carry the spread. Everything runs on the same cores, as it would on a trainer's host.
+every byte of its part and confirmed it. Systems take turns, round by round, so that noise hits all alike. The minimum
+is compared, and the notes carry the spread. Everything runs on the same cores, as it would on a trainer's host.
 """
 
 from __future__ import annotations
@@ -110,13 +110,13 @@ def _measure(
     progress: Callable[[str], None],
     what: str,
 ) -> dict[str, list[float]]:
-    """Seconds of each way in each round; the first rounds do not count."""
+    """Measure the seconds of each system in each round. The first rounds do not count."""
     expected = [digest(frame) for frame in frames]
     times: dict[str, list[float]] = {name: [] for name in links}
     names = list(links)
     for number in range(-_WARM_UP, rounds):
         progress(f"{what}, round {max(number + 1, 0)} of {rounds}")
-        names = [*names[1:], names[0]]  # nobody always comes after the one that leaves most behind
+        names = [*names[1:], names[0]]  # rotate, so that none always follows the one that leaves most memory behind
         for name in names:
             call(name)
             begin = time.perf_counter()
@@ -130,7 +130,7 @@ def _measure(
 
 @contextmanager
 def _links() -> Iterator[tuple[dict[str, Link], Callable[[str], None]]]:
-    """All ways, joined by the same four processes; and a call that makes these wait for a step by one of them."""
+    """Open all systems in the same four processes. Yields them and a call that has the ranks wait for a step."""
     spawn = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         base = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-bench-"))
@@ -185,18 +185,18 @@ def _end(process: multiprocessing.process.BaseProcess) -> None:
 
 
 def _rank(parent: int, rank: int, urls: dict[str, str], pipes: dict[str, Connection], queue: Queue[bytes]) -> None:
-    """A rank's process: joins all ways, then takes a step by the way it is called for."""
+    """Run a rank's process: join all systems, then take each step through the requested one."""
     if not die_with_parent(parent, signal.SIGKILL):
         return
-    ways: dict[str, RankLink] = {
+    systems: dict[str, RankLink] = {
         **{name: OurRankLink(client_transport(urls[name]), rank) for name in (TCP, IPC)},
         **{name: RawZmqRankLink(urls[name], rank) for name in (RAW_TCP, RAW_IPC)},
         QUEUE: QueueRankLink(pipes[QUEUE], queue),
     }
-    for way in ways.values():
-        way.join()
+    for system in systems.values():
+        system.join()
     while name := pipes["call"].recv_bytes().decode():
         pipes["call"].send_bytes(b"listening")
-        ways[name].take()
-    for way in ways.values():
-        way.close()
+        systems[name].take()
+    for system in systems.values():
+        system.close()

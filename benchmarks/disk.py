@@ -12,7 +12,7 @@ from pathlib import Path
 def disk_folder() -> Iterator[Path]:
     """A folder on a real disk: where temporary files live in memory, syncing them would measure nothing."""
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    in_memory = {Path(words[1]) for words in mounts if words[2] in ("tmpfs", "ramfs")}
+    in_memory = {Path(fields[1]) for fields in mounts if fields[2] in ("tmpfs", "ramfs")}
     home = Path(tempfile.gettempdir()).resolve()
     if in_memory & {home, *home.parents}:
         home = Path.cwd()

@@ -1,6 +1,6 @@
-"""Ways to hand a step's bytes to other processes on one host: ours, and what one would write without it.
+"""Transports that pass a step's bytes to other processes on one host: ours, and what one would write without it.
 
-Each way is a pair of ends. The plane's end sends every rank its bytes and waits until all have answered; a rank's
+Each is a pair of ends. The plane's end sends every rank its bytes and waits until all have answered; a rank's
 end takes them, reads every byte (xxh3) and answers with the digest, so that nothing can look fast by not arriving.
 """
 

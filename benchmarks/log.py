@@ -137,19 +137,19 @@ def _opened(folder: Path, settings: PlaneSettings) -> Iterator[Log]:
 
 def _restart(folder: Path, name: str, address: str | None, held: int, steps: int, progress: Progress) -> Row:
     progress(f"filling {name}")
-    words = [str(folder), address or "", str(held), str(steps)]
-    done = _program("fill", *words)
+    arguments = [str(folder), address or "", str(held), str(steps)]
+    done = _program("fill", *arguments)
     assert done.returncode == -signal.SIGKILL, done.stderr
     progress(f"starting again on {name}")
-    found = json.loads(_program("restart", *words).stdout)
+    found = json.loads(_program("restart", *arguments).stdout)
     assert found["held"] == held, found
     title = f"{name}, restart after kill -9, {held:,} held groups"
     note = f"{steps:,} committed steps; from opening the log to an engine that could serve"
     return Row(name=title, ours=found["seconds"], unit="s", target=_RESTART_S[name], bound="max", note=note)
 
 
-def _program(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.log", *words]
+def _program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.log", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 

@@ -1,8 +1,8 @@
 """How other trainers pack, written from their descriptions: what `pack` is compared with.
 
 Each packer takes lengths, costs, the number of ranks and the cap, and gives a grid: for each micro-batch index the
-samples of each rank. An empty list is a micro-batch that only keeps the count equal. Nobody loses samples here and
-nobody breaks the cap, although some of the originals do; where an original limps on awkward counts, it is given the
+samples of each rank. An empty list is a micro-batch that only keeps the count equal. None of them loses samples here
+or breaks the cap, although some of the originals do; where an original limps on awkward counts, it is given the
 benefit: phantom samples of cost zero instead of an error.
 """
 

@@ -1,14 +1,14 @@
-"""The whole path in real processes: arrays in producers, durable at the plane, packed, tensors on the ranks.
+"""The complete path in real processes: arrays in producers, durable at the plane, packed, tensors on the ranks.
 
 Two producers hold prepared groups as plain arrays: 512 samples in 32 groups of 16, token ids, masks and
 log-probabilities, and for router replay the experts chosen per token. The clock starts when they begin to put, and ends
 when every rank has int64 id tensors (masks, log-probabilities and uint8 experts beside them) and has read every byte;
-the sums they read must be those that were sent. Ways take turns, round by round; the median is compared, and the
+the sums they read must equal those sent. Systems take turns, round by round; the median is compared, and the
 notes carry spread, CPU seconds and peak memory. Ours writes and syncs every group, plans, packs and gives the step to
-all ranks or none, with heartbeats and credit; what stands beside it does less, as the docstrings in `ways` say.
+all ranks or none, with heartbeats and credit; the rivals do less, as the docstrings in `programs` explain.
 
 `direct`: workers and ranks use the storage themselves, with keys. `tcp`: all bytes pass the plane, without keys.
-Each way has processes of its own.
+Each system has its own processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Setting:
     rounds: int
     label: str
     targets: dict[str, float]
-    """How many times faster than TransferQueue each of our ways must be."""
+    """How many times faster than TransferQueue each of our transports must be."""
     previous_target: float
     """How many times faster than the previous version over tcp `direct` must be."""
     plane_cpu_s: float
@@ -48,25 +48,25 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class System:
     """One thing that is compared."""
 
     name: str
     program: str
-    way: str
+    system: str
     transport: str = ""
     rounds: int | None = None
     """At most this many rounds: what is far slower needs fewer."""
 
 
 OURS = {
-    transport: Way(name=f"ours, {transport}", program=transport, way="plane", transport=transport)
+    transport: System(name=f"ours, {transport}", program=transport, system="plane", transport=transport)
     for transport in TRANSPORTS
 }
-BEFORE = Way(name=f"{PREVIOUS}, tcp", program="previous", way="plane", transport="tcp")
-QUEUE = Way(name="TransferQueue", program="rivals", way="queue")
-REFS = Way(name="bare Ray refs", program="rivals", way="refs")
-LISTS = Way(name="ZeroMQ + msgpack lists", program="lists", way="lists", rounds=2)
+BEFORE = System(name=f"{PREVIOUS}, tcp", program="previous", system="plane", transport="tcp")
+QUEUE = System(name="TransferQueue", program="rivals", system="queue")
+REFS = System(name="bare Ray refs", program="rivals", system="refs")
+LISTS = System(name="ZeroMQ + msgpack lists", program="lists", system="lists", rounds=2)
 
 
 def settings(*, full: bool) -> list[Setting]:
@@ -122,7 +122,7 @@ def _wanted(rivals: str | None, baseline: str | None) -> dict[str, Wanted]:
     return wanted
 
 
-def _ways(setting: Setting) -> list[Way]:
+def _systems(setting: Setting) -> list[System]:
     """In the order of their turns."""
     ours = list(OURS.values())
     lists = [] if setting.case == "router" else [LISTS]  # as lists, 805 MB of experts take 6.4 GB in each process
@@ -135,33 +135,37 @@ def _measure(
     why: dict[str, str],
     progress: Callable[[str], None],
 ) -> dict[str, Rounds]:
-    """What each way took in each round; a first round, in which everything is opened and mapped, does not count."""
+    """Measure each system in each round. The first round, which opens and maps everything, does not count."""
     found: dict[str, Rounds] = {}
-    ways = [way for way in _ways(setting) if _offered(way, programs, why)]
+    systems = [system for system in _systems(setting) if _offered(system, programs, why)]
     for number in range(setting.rounds + 1):
-        for way in [*ways[number % len(ways) :], *ways[: number % len(ways)]]:
-            if way.name in why or number > (way.rounds or setting.rounds):
+        for system in [*systems[number % len(systems) :], *systems[: number % len(systems)]]:
+            if system.name in why or number > (system.rounds or setting.rounds):
                 continue
-            progress(f"{setting.label}, {setting.ranks} ranks, round {number} of {setting.rounds}: {way.name}")
+            progress(f"{setting.label}, {setting.ranks} ranks, round {number} of {setting.rounds}: {system.name}")
             try:
-                took = programs[way.program].round(
-                    way=way.way, case=setting.case, ranks=setting.ranks, transport=way.transport, round=number
+                took = programs[system.program].round(
+                    system=system.system,
+                    case=setting.case,
+                    ranks=setting.ranks,
+                    transport=system.transport,
+                    round=number,
                 )
             except WayFailed as error:
-                why[way.name] = f"{way.name}: {error}"
+                why[system.name] = f"{system.name}: {error}"
                 continue
             if number:
-                found.setdefault(way.name, []).append(took)
+                found.setdefault(system.name, []).append(took)
     return found
 
 
-def _offered(way: Way, programs: dict[str, Program], why: dict[str, str]) -> bool:
-    program = programs.get(way.program)
+def _offered(system: System, programs: dict[str, Program], why: dict[str, str]) -> bool:
+    program = programs.get(system.program)
     if program is None:
-        why.setdefault(way.name, why[way.program])
-    elif way.way not in program.offers:
-        why.setdefault(way.name, f"{way.name} is not installed in the --rivals interpreter")
-    return way.name not in why
+        why.setdefault(system.name, why[system.program])
+    elif system.system not in program.offers:
+        why.setdefault(system.name, f"{system.name} is not installed in the --rivals interpreter")
+    return system.name not in why
 
 
 # ------------------------------------------------------------------ the rows
@@ -171,7 +175,7 @@ def _rows(setting: Setting, found: dict[str, Rounds], why: dict[str, str]) -> li
     rows = []
     for transport, ours in OURS.items():
         name = f"{setting.label}, {setting.ranks} ranks, {transport}"
-        rivals: list[tuple[Way, float | None]] = [(QUEUE, setting.targets.get(transport)), (REFS, None)]
+        rivals: list[tuple[System, float | None]] = [(QUEUE, setting.targets.get(transport)), (REFS, None)]
         rivals += [(LISTS, None)] if setting.case != "router" else []
         rivals += [(BEFORE, setting.previous_target if transport == "direct" else None)]
         rows += [_row(name, ours, rival, target, found, why) for rival, target in rivals]
@@ -206,7 +210,7 @@ def _cpu(name: str, found: dict[str, Rounds], why: dict[str, str]) -> Row:
     ours, before = OURS["direct"], BEFORE
     if ours.name not in found or before.name not in found:
         return skipped(name, why.get(before.name) or why[ours.name], unit="ms", rival_name=before.name)
-    mine, theirs = (median(took["cpu_s"] for took in found[way.name]) for way in (ours, before))
+    mine, theirs = (median(took["cpu_s"] for took in found[system.name]) for system in (ours, before))
     return faster(name, mine, theirs, before.name, target=1 / 0.6)
 
 
@@ -220,14 +224,16 @@ def _absolute(
     return Row(name=name, ours=max(values) if key.endswith("bytes") else median(values), target=most, bound="max")
 
 
-def _row(name: str, ours: Way, rival: Way, target: float | None, found: dict[str, Rounds], why: dict[str, str]) -> Row:
+def _row(
+    name: str, ours: System, rival: System, target: float | None, found: dict[str, Rounds], why: dict[str, str]
+) -> Row:
     if ours.name not in found:
         return skipped(name, why[ours.name], unit="ms", rival_name=rival.name, target=target)
     mine = _typical(found[ours.name])
     if rival.name not in found:
         absent = skipped(name, why[rival.name], ours=mine * 1e3, unit="ms", rival_name=rival.name, target=target)
         return replace(absent, note=_spent(ours, found[ours.name]) if rival is QUEUE else "")
-    note = "; ".join(_spent(way, found[way.name]) for way in ((ours, rival) if rival is QUEUE else (rival,)))
+    note = "; ".join(_spent(system, found[system.name]) for system in ((ours, rival) if rival is QUEUE else (rival,)))
     return faster(name, mine, _typical(found[rival.name]), rival.name, target=target, note=note)
 
 
@@ -235,11 +241,11 @@ def _typical(rounds: Rounds) -> float:
     return median(took["seconds"] for took in rounds)
 
 
-def _spent(way: Way, rounds: Rounds) -> str:
-    """Spread, CPU and memory in a few words."""
+def _spent(system: System, rounds: Rounds) -> str:
+    """Describe spread, CPU and memory."""
     times = [took["seconds"] * 1e3 for took in rounds]
     cpu, plane, ranks = (sum(took[f"{name}cpu_s"] for took in rounds) / len(rounds) for name in ("", "plane_", "rank_"))
     peaks = {name: max(took[f"{name}_bytes"] for took in rounds) / 1e6 for name in ("plane", "rank")}
     memory = f"a rank {peaks['rank']:,.0f} MB" + (f", in between {peaks['plane']:,.0f}" if peaks["plane"] else "")
     spent = f"CPU {cpu:.2f} s (plane {plane:.2f}, ranks {ranks:.2f})"
-    return f"{way.name} {min(times):,.0f} to {max(times):,.0f} ms ({median(times):,.0f}), {spent}, {memory}"
+    return f"{system.name} {min(times):,.0f} to {max(times):,.0f} ms ({median(times):,.0f}), {spent}, {memory}"

@@ -16,7 +16,7 @@ from penstock.protocol.retry import Out
 from penstock.protocol.rooms import NOTHING, Amount
 from penstock.protocol.steps import Staged
 
-_Said: TypeAlias = list[tuple[object, Event]]
+_Sent: TypeAlias = list[tuple[object, Event]]
 
 
 def protocol_time(ranks: int, *, steps: int = 5, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -78,15 +78,15 @@ class _Bench:
 
     def each(self, act: Callable[[RankSession], list[Event]]) -> None:
         """Every rank does something, and everybody answers until there is nothing left to say."""
-        said: _Said = [(peer, event) for peer, rank in enumerate(self._ranks) for event in act(rank)]
-        self._talk(self._hear(said))
+        sent: _Sent = [(peer, event) for peer, rank in enumerate(self._ranks) for event in act(rank)]
+        self._talk(self._hear(sent))
 
     def _talk(self, effects: list[Effect]) -> None:
         while effects:
-            said = [
+            sent = [
                 (effect.peer, event) for effect in effects if isinstance(effect, Send) for event in self._answer(effect)
             ]
-            effects = self._hear(said)
+            effects = self._hear(sent)
 
     def _answer(self, effect: Send) -> list[Event]:
         assert isinstance(effect.peer, int)
@@ -95,8 +95,8 @@ class _Bench:
         arrived = [event.deliver for event in events if isinstance(event, Arrived)]
         return events + [event for got in arrived for event in rank.received(got.step, got.digest, self.now)]
 
-    def _hear(self, said: _Said) -> list[Effect]:
-        headers = [(peer, pack_message(event.message)) for peer, event in said if isinstance(event, Out)]
+    def _hear(self, sent: _Sent) -> list[Effect]:
+        headers = [(peer, pack_message(event.message)) for peer, event in sent if isinstance(event, Out)]
         return self._timed(lambda: [effect for peer, header in headers for effect in self._handle(peer, header)])
 
     def _handle(self, peer: object, header: bytes) -> list[Effect]:

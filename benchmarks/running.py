@@ -32,27 +32,27 @@ class WayFailed(Exception):
 
 
 class Program:
-    """One running way: ask it for a round, read what it took."""
+    """A running system: requests rounds and reads their results."""
 
     def __init__(
         self, module: str, *, python: str = sys.executable, folder: Path, ranks: int = 4, alone: bool = False
     ) -> None:
         """`ranks` is the most that a round will ask for; `alone` runs it without a network."""
-        words = [python, "-m", f"programs.{module}", str(folder), str(ranks)]
+        arguments = [python, "-m", f"programs.{module}", str(folder), str(ranks)]
         if alone:
-            words = [*_without_network(), *words]
+            arguments = [*_without_network(), *arguments]
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the program
         self._process = subprocess.Popen(
-            words, env=_environment(python), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log
+            arguments, env=_environment(python), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log
         )
         self.offers: tuple[str, ...] = ()
-        """The ways it can run, known once it is `ready`."""
+        """The systems it can run; set once it is `ready`."""
         self.versions: dict[str, str] = {}
 
     def wait(self) -> None:
         """Until it is ready."""
-        said = self._answer(START_S)
-        self.offers, self.versions = tuple(said["offers"]), said["versions"]
+        answer = self._answer(START_S)
+        self.offers, self.versions = tuple(answer["offers"]), answer["versions"]
 
     def round(self, **request: Any) -> dict[str, float]:
         """Run one round; what it took."""
@@ -108,7 +108,7 @@ class Program:
         code = self._process.wait(60)
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return f"ended with code {code}: {lines[-1][:200] if lines else 'no words'}"
+        return f"ended with code {code}: {lines[-1][:200] if lines else 'no output'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +168,7 @@ def _has(python: str, module: str) -> bool:
 
 
 def _without_network() -> Sequence[str]:
-    """Words before a command that has it see loopback and nothing else."""
+    """Return a command prefix that leaves only loopback visible."""
     user = [] if os.geteuid() == 0 else ["--map-root-user"]
     return ["unshare", *user, "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 
@@ -180,7 +180,7 @@ def _isolates() -> bool:
 
 
 def _environment(python: str) -> dict[str, str]:
-    """This process's, with the ways importable; our own Penstock only in our own interpreter."""
+    """Return this process's environment with `programs` importable, and our Penstock only in our interpreter."""
     paths = [str(PROGRAMS.parent)]
     if python == sys.executable:
         paths += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []

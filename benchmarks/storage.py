@@ -67,8 +67,8 @@ def run(*, full: bool, progress: Callable[[str], None], setting: Setting | None 
         progress(f"{made.steps} steps, prefetch {prefetch}")
         found = measure(made, prefetch=prefetch)
         longest = f"longest wait {1e3 * max(found.waits):.0f} ms, median {1e3 * median(found.waits):.0f}"
-        words = "reading ahead" if prefetch else "without reading ahead"
-        rows.append(Row(name=f"{name}, {words}", ours=found.share, unit="%", target=target, bound="max", note=longest))
+        mode = "reading ahead" if prefetch else "without reading ahead"
+        rows.append(Row(name=f"{name}, {mode}", ours=found.share, unit="%", target=target, bound="max", note=longest))
         if prefetch:
             tail = f"p99 {1e3 * quantiles(found.puts, n=100)[-1]:.0f} ms of {len(found.puts)} puts"
             put = f"a put, {IN_FLIGHT} under way, until it is durable and in the log"
@@ -95,9 +95,9 @@ def measure(setting: Setting, *, prefetch: int) -> Found:
 
 
 def _plane(folder: Path, storage: str, case: Case) -> PlaneProcess:
-    words = [f"--ranks={RANKS}", f"--seq-len={4 * case.tokens}", f"--groups-per-step={case.groups}"]
-    words += ["--listen=tcp://127.0.0.1:*", f"--set=storage={storage}", "--set=retain_steps=1"]
-    return PlaneProcess([str(folder / "run"), *words], stderr=subprocess.DEVNULL)
+    arguments = [f"--ranks={RANKS}", f"--seq-len={4 * case.tokens}", f"--groups-per-step={case.groups}"]
+    arguments += ["--listen=tcp://127.0.0.1:*", f"--set=storage={storage}", "--set=retain_steps=1"]
+    return PlaneProcess([str(folder / "run"), *arguments], stderr=subprocess.DEVNULL)
 
 
 def _measure(url: str, setting: Setting, prefetch: int) -> Found:
@@ -105,8 +105,8 @@ def _measure(url: str, setting: Setting, prefetch: int) -> Found:
     pipes = [context.Pipe() for _ in range(RANKS + 1)]
     works = [(_produce, (url, setting))] + [(_train, (url, setting, rank, prefetch)) for rank in range(RANKS)]
     processes = [
-        context.Process(target=_answer, args=(work, words, theirs), daemon=True)
-        for (work, words), (_, theirs) in zip(works, pipes, strict=True)
+        context.Process(target=_answer, args=(work, arguments, theirs), daemon=True)
+        for (work, arguments), (_, theirs) in zip(works, pipes, strict=True)
     ]
     for process in processes:
         process.start()
@@ -124,14 +124,14 @@ def _received(pipe: Connection) -> list[float]:
         raise TimeoutError(f"a process of the benchmark did not answer in {_PATIENCE_S:g} s")
     found = pipe.recv()
     if isinstance(found, str):
-        raise RuntimeError(found)  # noqa: TRY004 - what the process said
+        raise RuntimeError(found)  # noqa: TRY004 - the error text of the process
     return list(found)
 
 
-def _answer(work: Callable[..., list[float]], words: tuple[object, ...], pipe: Connection) -> None:
+def _answer(work: Callable[..., list[float]], arguments: tuple[object, ...], pipe: Connection) -> None:
     try:
-        pipe.send(work(*words))
-    except Exception as error:  # noqa: BLE001 - told to whoever started this process
+        pipe.send(work(*arguments))
+    except Exception as error:  # noqa: BLE001 - reported to the parent process
         pipe.send(f"{type(error).__name__}: {error}")
     time.sleep(_PATIENCE_S)  # others may still need this one's connection; it is ended
 

@@ -1,7 +1,7 @@
 """From received bytes to packed, padded tensors: what a step costs between the socket and the forward pass.
 
 Ours: decode the frame, plan, fill, tensors, for both ranks. The rival is what list-based trainers do with the same
-samples: byte arrays to lists, lists joined per micro-batch, lists encoded and decoded once more on their way to the
+samples: byte arrays to lists, lists joined per micro-batch, lists encoded and decoded once more before the
 ranks, tensors from lists. Both give the same ids, masks, positions, log-probabilities, advantages, temperatures.
 """
 

@@ -3,7 +3,7 @@
     .venv/bin/python scripts/make_diagram.py            write it
     .venv/bin/python scripts/make_diagram.py --check    exit 1 when the page is out of date
 
-An arrow points from a stage to one that imports it, the way data flows. Arrows that follow from others are
+An arrow points from a stage to one that imports it, in the direction of the data. Arrows that follow from others are
 left out: where `convert` imports `capture` and `capture` imports `arrays`, no arrow says that `convert` may use
 `arrays` as well.
 """

@@ -30,10 +30,10 @@ def updated(page: str) -> str:
     return f"{before}{START}\n```text\n{dump(ps.encode([sample]))}\n```\n{END}{after}"
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     page = PAGE.read_text(encoding="utf-8")
     new = updated(page)
-    if "--check" in words:
+    if "--check" in arguments:
         if new != page:
             print(f"{PAGE.name}: the hex dump is out of date; run scripts/make_hex.py", file=sys.stderr)
         return int(new != page)

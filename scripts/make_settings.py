@@ -57,14 +57,14 @@ def wanted() -> dict[Path, str]:
     return {**modules(), PAGE: updated(PAGE.read_text(encoding="utf-8"))}
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     stale = [path for path, text in wanted().items() if path.read_text(encoding="utf-8") != text]
     for path in stale:
-        if "--check" in words:
+        if "--check" in arguments:
             print(f"{path.relative_to(ROOT)}: out of date; run scripts/make_settings.py", file=sys.stderr)
         else:
             path.write_text(wanted()[path], encoding="utf-8")
-    return int(bool(stale) and "--check" in words)
+    return int(bool(stale) and "--check" in arguments)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Draw docs/images/replay.svg: age and reuse of what is trained on, under each way to compose a table.
+"""Draw docs/images/replay.svg: age and reuse of what is trained on, for each composition of a table.
 
     .venv/bin/python scripts/plot_replay.py        (needs the extra "view")
 
-Generation makes 32 groups for every 16 that training takes, as long as nobody holds it back, into a table of
+Generation makes 32 groups for every 16 that training takes, as long as nothing limits it, into a table of
 256. Priorities are random. Everything is seeded: the picture is the same each time.
 """
 

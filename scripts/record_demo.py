@@ -16,7 +16,8 @@ from pathlib import Path
 import matplotlib as mpl
 from rich.console import Console
 
-from penstock.demo.launch import Metrics, Progress
+from penstock.demo.launch import Progress
+from penstock.demo.run_files import Metrics
 from penstock.demo.screen import page
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"

@@ -137,7 +137,7 @@ def s3_proxy(s3_endpoint: str, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def few_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     """`penstock doctor` tries two extras that are imported in a blink: all of them take many seconds."""
-    from penstock.commands import doctor_checks
+    from penstock.commands import doctor
     from penstock.extras import EXTRAS
 
-    monkeypatch.setattr(doctor_checks, "EXTRAS", {name: EXTRAS[name] for name in ("view", "top")})
+    monkeypatch.setattr(doctor, "EXTRAS", {name: EXTRAS[name] for name in ("view", "top")})

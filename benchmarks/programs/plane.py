@@ -31,23 +31,23 @@ def main() -> None:
     import penstock
 
     with tempfile.TemporaryDirectory(prefix="penstock-path-", dir=sys.argv[1]) as folder:
-        way = _Way(Path(folder))
+        system = _System(Path(folder))
         try:
-            serve(["plane"], {"penstock": penstock.__version__}, way.run)
+            serve(["plane"], {"penstock": penstock.__version__}, system.run)
         finally:
-            way.close()
+            system.close()
 
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """A running plane that every process of the way has joined."""
+    """A running plane that every process of this program has joined."""
 
     name: str
     ranks: int
     process: subprocess.Popen[bytes]
 
 
-class _Way:
+class _System:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._producers, self._ranks = Crew(producer, PRODUCERS), Crew(rank, int(sys.argv[2]))
@@ -83,15 +83,15 @@ class _Way:
 
     def _start(self, name: str, ranks: int, transport: str, groups: int) -> _Served:
         home = self._folder / name
-        words = [f"--ranks={ranks}", f"--seq-len={SEQ_LEN}", f"--groups-per-step={groups}"]
-        words += ["--listen=tcp://127.0.0.1:*", "--set=retain_steps=1", "--json", f"--parent={os.getpid()}"]
+        arguments = [f"--ranks={ranks}", f"--seq-len={SEQ_LEN}", f"--groups-per-step={groups}"]
+        arguments += ["--listen=tcp://127.0.0.1:*", "--set=retain_steps=1", "--json", f"--parent={os.getpid()}"]
         keys = _writer_keys(self._folder / f"{name}-keys") if transport == "direct" else None
         if keys is not None:
-            words.append(f"--keys={keys}")
+            arguments.append(f"--keys={keys}")
         elif _knows_direct():
-            words.append("--set=direct=false")
+            arguments.append("--set=direct=false")
         process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.cli", "serve", str(home), *words], stdout=subprocess.PIPE
+            [sys.executable, "-m", "penstock.cli", "serve", str(home), *arguments], stdout=subprocess.PIPE
         )
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -122,7 +122,7 @@ def _writer_keys(folder: Path) -> str:
 
 
 def _knows_direct() -> bool:
-    """Whether this version's clients go straight to storage unless told otherwise."""
+    """Check whether this version's clients use storage directly by default."""
     return importlib.util.find_spec("penstock.client") is not None  # 462be9a has none
 
 

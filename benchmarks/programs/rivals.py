@@ -32,8 +32,8 @@ def main() -> None:
 
             transfer_queue.init()
             offers, versions = [*offers, "queue"], versions | {"TransferQueue": metadata.version("TransferQueue")}
-        way = _Way(with_queue="queue" in offers)
-        serve(offers, versions, way.run)
+        system = _System(with_queue="queue" in offers)
+        serve(offers, versions, system.run)
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def node() -> Iterator[str]:
             ray.shutdown()
 
 
-class _Way:
+class _System:
     def __init__(self, *, with_queue: bool) -> None:
         import ray
 
@@ -74,11 +74,11 @@ class _Way:
         partition = f"{case.name}-{ranks}-{request['round']}"
         sent = ray.get([one.prepare.remote(case.name, partition) for one in self._producers], timeout=PATIENCE_S)
         meter = Meter()
-        take = self._refs if request["way"] == "refs" else self._queue
+        take = self._refs if request["system"] == "refs" else self._queue
         got = take(ranks, partition)
         producers, pids = self._pids[:PRODUCERS], self._pids[PRODUCERS:]
         used = meter.read(ranks=pids[:ranks], producers=producers, idle=pids[ranks:])
-        if request["way"] == "queue":
+        if request["system"] == "queue":
             _clear(partition)
         check(sent, got)
         return used

@@ -1,7 +1,7 @@
-"""A way's program: reads a request per line, runs one round, answers with its seconds, CPU seconds and peak memory.
+"""The loop of a compared system: read a request per line, run one round, answer with seconds, CPU and peak memory.
 
     <- {"offers": ["plane"], "versions": {"penstock": "0.2.0"}}
-    -> {"way": "plane", "case": "fixed", "ranks": 2, "transport": "tcp", "round": 1}
+    -> {"system": "plane", "case": "fixed", "ranks": 2, "transport": "tcp", "round": 1}
     <- {"seconds": 0.26, "cpu_s": 0.36, "plane_cpu_s": 0.12, "plane_bytes": 90000000, "rank_bytes": 210000000, ...}
 
 It ends when its input does. What goes wrong is an answer too: {"error": "..."}.
@@ -33,7 +33,7 @@ class Round:
     seconds: float
     """From the first put until every rank has read its tensors."""
     cpu_s: float
-    """Of all processes of the way."""
+    """Over all processes of the system."""
     plane_cpu_s: float
     """Of those between producers and ranks."""
     rank_cpu_s: float
@@ -63,7 +63,7 @@ class Round:
 
 
 def serve(offers: Sequence[str], versions: dict[str, str], run: Callable[[Request], Round]) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print goes with their log lines
 
@@ -75,7 +75,7 @@ def serve(offers: Sequence[str], versions: dict[str, str], run: Callable[[Reques
     for line in sys.stdin:
         try:
             say(asdict(run(json.loads(line))))
-        except Exception as error:  # noqa: BLE001 - the benchmark reports it in the row of this way
+        except Exception as error:  # noqa: BLE001 - reported in the row of this system
             say({"error": f"{type(error).__name__}: {error}"})
 
 
@@ -143,7 +143,7 @@ def obey(pipe: Connection, handle: Callable[[Request], dict[str, Any]]) -> None:
             return
         try:
             answer = handle(request)
-        except Exception as error:  # noqa: BLE001 - whoever asked says it
+        except Exception as error:  # noqa: BLE001 - the caller reports it
             answer = {"error": f"{type(error).__name__}: {error}"}
         pipe.send_bytes(json.dumps(answer).encode())
 
@@ -153,7 +153,7 @@ class Meter:
 
     def __init__(self) -> None:
         for pid in _tree():
-            _write(pid, "clear_refs", "5")  # the peak starts anew
+            _write(pid, "clear_refs", "5")  # reset the peak
         self._faults = {pid: _faults(pid) for pid in _tree()}
         self._cpu = {pid: _cpu_s(pid) for pid in _tree()}
         self._begin = time.perf_counter()
@@ -215,7 +215,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _cpu_s(pid: int) -> float:
-    """CPU time of a process, by its clock: /proc counts in ticks of 10 ms, as long as a plane's whole step."""
+    """CPU time of a process, by its clock: /proc counts in ticks of 10 ms, as long as a plane's step."""
     try:
         return time.clock_gettime((~pid << 3) | 2)  # as `clock_getcpuclockid` makes it
     except OSError:
@@ -228,7 +228,7 @@ def _faults(pid: int) -> int:
 
 
 def peak_bytes(pid: int) -> int:
-    """Peak resident memory of a process. Not `ru_maxrss`: across exec that keeps the peak of whoever started it."""
+    """Peak resident memory of a process. Not `ru_maxrss`: across exec that keeps the parent's peak."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

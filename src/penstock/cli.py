@@ -1,4 +1,4 @@
-"""The `penstock` command line. Each command is a module, imported only when it is called."""
+"""The command line. Each command is a module of `penstock.commands`, imported when it is called."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from penstock.extras import missing
 from penstock.version import __version__
 
 COMMANDS = {
-    "demo": "a complete RL run on this machine, in one command",
+    "demo": "a complete RL run on this machine",
     "train": "run a configuration file",
-    "serve": "run a plane: workers put groups in, ranks take steps out",
-    "rollouts": "make rollouts with verifiers' environments and put them into a plane",
-    "top": "watch a running plane: rates, buffer, staleness, what waits for what",
-    "runs": "list the runs in a database, a bucket or a folder, or delete one",
-    "tenants": "list the tenants of a plane and their use; set or remove a share",
+    "serve": "run a plane: workers put groups, ranks take steps",
+    "rollouts": "generate rollouts with verifiers environments",
+    "top": "watch a running plane: rates, buffer, staleness, waits",
+    "runs": "list the runs in a database, bucket or folder; delete one",
+    "tenants": "show a plane's tenants; change their shares",
     "view": "look at every token of a run in the browser",
-    "tokens": "means and maxima over the trained tokens of finished steps",
-    "diff": "find where two recorded runs first differ: step, sample, token and column",
-    "rerun": "put a recorded run into a plane again, or repeat its decisions and compare the steps",
-    "copy": "copy a run to another folder, once or continuously during training",
-    "quarantine": "list, release or drop the groups that no step could be made with",
-    "storage": "compare a run's log with its storage, restore what the log lost, free what a run kept",
-    "inspect": "show the contents of a frame or a run's folder",
-    "convert": "convert samples between file formats: frames, Parquet, those of other trainers",
-    "assets": "manage the images of a run: list, verify, sweep",
-    "keys": "make the keys that let other hosts connect to a plane",
+    "tokens": "means and maxima over the trained tokens of each step",
+    "diff": "find where two recorded runs first differ",
+    "rerun": "put a run into a plane again, or verify its decisions",
+    "copy": "copy a run to another folder, once or continuously",
+    "quarantine": "groups that no step can use: list, release, drop",
+    "storage": "compare a run's log and storage; recover; forget",
+    "inspect": "show the contents of a frame or a run",
+    "convert": "convert samples between file formats",
+    "assets": "the images of a run: list, verify, sweep",
+    "keys": "create keys that let other hosts connect to a plane",
     "doctor": "check this installation and this machine",
     "bench": "measure against rivals on this machine",
 }
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """Build the parser. With `only`, imports just that command's module."""
+    """Build the parser. With `only`, import just that command's module."""
     parser = argparse.ArgumentParser(
         prog="penstock",
         description="The data plane for RL post-training: from rollouts to rank-ready micro-batches.",
@@ -58,7 +58,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Penstock's errors become one line on stderr and exit code 1."""
+    """Run one command. A PenstockError or OSError becomes one line on stderr and exit code 1."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if removed := removed_message(arguments):
         print(removed, file=sys.stderr)
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _shown(text: str) -> str:
-    """Escape everything that a terminal would act on: errors quote names and ids from peers.
+    """Escape control characters, except newlines: errors quote names and ids that others chose.
 
     >>> _shown("a\\x1b[31m")
     'a\\\\x1b[31m'
@@ -95,7 +95,7 @@ def _shown(text: str) -> str:
 
 
 def _reader_is_gone() -> bool:
-    """Return whether the reader of our own output is gone, as opposed to some other broken pipe."""
+    """Check that the broken pipe is our standard output, and not some other pipe."""
     try:
         output = sys.stdout.fileno()
     except (OSError, ValueError):
@@ -106,7 +106,7 @@ def _reader_is_gone() -> bool:
 
 
 def _sentence(error: PenstockError | OSError) -> str:
-    """Return the error as text. A system error begins with its file or address and has no number.
+    """Return the error as one sentence. An OSError names its file first and has no errno.
 
     >>> _sentence(FileNotFoundError(2, "No such file or directory", "runs/x"))
     'runs/x: No such file or directory'

@@ -56,7 +56,7 @@ def test_a_claim_whose_writer_was_killed_is_no_damage(
     assert report.ok and report.unfinished == 1 and report.missing == ()
     assert other.hash not in store and kept.hash in store
     assert main(["assets", "verify", str(path_of(store.url(kept)).rsplit("/", 3)[0])]) == 0
-    assert "healthy, 1 never finished" in capsys.readouterr().out
+    assert "healthy, 1 left unfinished" in capsys.readouterr().out
     assert store.put(picture(2)).hash in store  # the next writer finishes it
     assert verify_assets(store).unfinished == 0
     assert remove_run(store.blobs, store.run) == sorted([kept.hash, other.hash])

@@ -48,8 +48,8 @@ def test_a_round_that_fails_says_why_and_the_program_goes_on(tmp_path: Path) -> 
     with Program("lists", folder=tmp_path, ranks=1) as program:
         program.wait()
         with pytest.raises(WayFailed, match="KeyError: 'nothing'"):
-            program.round(way="lists", case="nothing", ranks=1)
-        assert program.round(way="lists", case="tiny-text", ranks=1)["seconds"] > 0
+            program.round(system="lists", case="nothing", ranks=1)
+        assert program.round(system="lists", case="tiny-text", ranks=1)["seconds"] > 0
 
 
 def test_a_program_that_does_not_start_is_left_out_with_its_last_words(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import penstock as ps
 from penstock.cli import main
-from penstock.commands import doctor_checks, view, which_run
+from penstock.commands import doctor, view, which_run
 from penstock.errors import ConfigError
 from penstock.transport.sockets import check_url
 from tests.support.exports import make_export
@@ -61,7 +61,7 @@ def test_the_viewer_refuses_it_as_a_bad_command_line(command: str, capsys: pytes
     with pytest.raises(SystemExit) as stopped:
         main([command, "a", *(["b"] if command == "diff" else []), "--port=99999"])
     assert stopped.value.code == 2
-    assert "argument --port: 99999; must be from 0, for a free one, to 65535" in capsys.readouterr().err
+    assert "argument --port: 99999; must be from 0 (a free port) to 65535" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +87,7 @@ def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(
     file.touch()
     serve = ("serve", str(file), *SMALL, "--listen=tcp://127.0.0.1:*")
     assert said(capsys, *serve) == f"{file}: File exists; {IN_THE_WAY}"
-    assert said(capsys, "keys", str(file)) == f"{file}: File exists; give a folder that can be made and written"
+    assert said(capsys, "keys", str(file)) == f"{file}: File exists; give a folder that can be created and written"
     assert "/proc/x" in said(capsys, "serve", "/proc/x", *SMALL, "--listen=tcp://127.0.0.1:*")
 
 
@@ -112,15 +112,15 @@ def test_a_run_that_is_not_there_is_answered_with_those_that_are(
 @pytest.mark.usefixtures("few_extras")
 def test_doctor_says_that_it_tried_another_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", str(tmp_path / "later")])
-    assert f"{tmp_path / 'later'} is not there yet; tried the folder above it" in capsys.readouterr().out
+    assert f"{tmp_path / 'later'} does not exist yet; tried the folder above it" in capsys.readouterr().out
     (tmp_path / "file").touch()
     assert main(["doctor", str(tmp_path / "file")]) == 1
     assert "file: not a folder" in capsys.readouterr().out
 
 
 def test_doctor_tries_the_packages_of_every_extra_that_is_installed() -> None:
-    assert doctor_checks.import_failures(["json", "orjson"]) == {}
-    assert doctor_checks.import_failures(["no_such_module_here"])["no_such_module_here"].startswith("ModuleNotFound")
+    assert doctor.import_failures(["json", "orjson"]) == {}
+    assert doctor.import_failures(["no_such_module_here"])["no_such_module_here"].startswith("ModuleNotFound")
 
 
 def test_doctor_names_the_package_whose_import_ends_the_process(
@@ -128,7 +128,7 @@ def test_doctor_names_the_package_whose_import_ends_the_process(
 ) -> None:
     (tmp_path / "ends_here.py").write_text("import os; os._exit(7)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    failed = doctor_checks.import_failures(["ends_here", "json", "aaa_not_there"])
+    failed = doctor.import_failures(["ends_here", "json", "aaa_not_there"])
     assert failed["ends_here"] == "the process that imported it ended with code 7"
     assert failed.keys() == {"ends_here", "aaa_not_there"}
 
@@ -184,7 +184,7 @@ def test_a_folder_that_is_not_there_is_named_by_every_command(
 def test_a_plane_without_a_folder_has_no_run_to_inspect(capsys: pytest.CaptureFixture[str]) -> None:
     with ps.open("memory:", ranks=1, seq_len=8, groups_per_step=1, listen=["tcp://127.0.0.1:*"]) as plane:
         assert plane._server is not None
-        assert "keeps nothing in a folder" in said(capsys, "inspect", plane._server.urls[1])
+        assert "its plane has no folder" in said(capsys, "inspect", plane._server.urls[1])
 
 
 def test_a_run_of_a_plane_on_another_host_is_not_looked_for_here(
@@ -206,7 +206,7 @@ def test_serve_blames_the_file_or_the_word_that_is_wrong(tmp_path: Path, capsys:
     words = said(capsys, "serve", f"--config={path}", "--set=packing.seq_lne=3")
     assert words.startswith("the command line: packing.seq_lne: unknown key; did you mean")
     words = said(capsys, "serve", "memory:", *SMALL, "--samples-per-step=4")
-    assert words == "--groups-per-step and --samples-per-step: give exactly one; it says when a step is complete"
+    assert words == "--groups-per-step and --samples-per-step: give exactly one; it decides when a step is complete"
 
 
 def test_an_address_is_blamed_for_what_is_wrong_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 import penstock as ps
 from penstock.cli import COMMANDS, main
-from penstock.commands import doctor_checks, inspect_run, serve, top
+from penstock.commands import doctor, inspect, serve, top
 from penstock.config import Given
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.plane.settings import server_settings
@@ -210,7 +210,7 @@ def test_top_redraws_its_page_on_a_terminal(plane: PlaneProcess, hide_rich: bool
 
 def test_top_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", str(tmp_path), "--once"]) == 1
-    assert "no plane's log.sqlite in it" in capsys.readouterr().err
+    assert "no log.sqlite in it" in capsys.readouterr().err
     assert main(["top", str(tmp_path), "--interval", "0"]) == 1
 
 
@@ -254,10 +254,10 @@ def test_long_runs_are_shown_by_their_end(tmp_path: Path) -> None:
         for number in range(25):
             put(line, f"g{number}")
         train(line, 23)
-    text = inspect_run.report(tmp_path / "run", as_json=False)
+    text = inspect.run_report(tmp_path / "run", as_json=False)
     assert "... and the steps before 4; --json lists all" in text
     assert "... and 5 groups before them; --json lists all" in text
-    assert len(json.loads(inspect_run.report(tmp_path / "run", as_json=True))["steps"]) == 23
+    assert len(json.loads(inspect.run_report(tmp_path / "run", as_json=True))["steps"]) == 23
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -317,11 +317,11 @@ def test_doctor_fails_where_runs_cannot_be_kept(capsys: pytest.CaptureFixture[st
 @pytest.mark.usefixtures("few_extras")
 def test_a_check_that_breaks_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zmq.curve_keypair", lambda: 1 / 0)
-    broken = [finding for finding in doctor_checks.examine(tmp_path) if finding.verdict == "failure"]
+    broken = [finding for finding in doctor.examine(tmp_path) if finding.verdict == "failure"]
     assert [(finding.name, finding.text) for finding in broken] == [("curve", "ZeroDivisionError: division by zero")]
 
 
 def test_sync_times_are_sorted(tmp_path: Path) -> None:
-    times = doctor_checks.sync_times(tmp_path, 5)
+    times = doctor.sync_times(tmp_path, 5)
     assert len(times) == 5
     assert times == sorted(times)

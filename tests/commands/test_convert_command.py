@@ -98,9 +98,7 @@ def test_a_folder_of_steps_is_written_for_prime_rl(folder: Path, capsys: pytest.
     files = sorted(str(path) for path in Path("outputs/rollouts").rglob("*.bin"))
     assert files == [f"outputs/rollouts/step_{n}/rank_{r}.bin" for n in (5, 6) for r in (0, 1)]
     capsys.readouterr()
-    assert "step_5: is there already; pass --first-step" in said(
-        capsys, *words, "--advantages=rewards", "--first-step=5"
-    )
+    assert "step_5: already exists; pass --first-step" in said(capsys, *words, "--advantages=rewards", "--first-step=5")
     assert main(["convert", "outputs/rollouts", "back.penstock"]) == 0
     assert "3 samples" in capsys.readouterr().out
 
@@ -127,7 +125,7 @@ def test_groups_of_a_run_are_read_also_while_its_plane_is_at_work(folder: Path) 
         == Path("b.penstock").read_bytes()
         == b"".join(ps.encode(each, "small") for each in (group, other))
     )
-    with pytest.raises(InvalidInput, match=r"in.penstock: no run is there"):
+    with pytest.raises(InvalidInput, match=r"in.penstock: not a run"):
         convert_files(["in.penstock"], "c.jsonl", source="run")
 
 
@@ -147,18 +145,18 @@ def test_formats_are_listed_and_each_is_documented(folder: Path, capsys: pytest.
         (["none.penstock", "out.jsonl"], "none.penstock: No such file or directory"),
         (
             ["in.penstock", "in.penstock"],
-            "in.penstock: is there already; choose another name, or pass --force to replace it",
+            "in.penstock: already exists; choose another name, or pass --force to overwrite it",
         ),
-        (["in.penstock", "out.xyz"], "out.xyz: no format has this ending; say which one with --to, see --formats"),
-        (["in.penstock", "x", "--to", "tokens"], "format 'tokens': not one to write; there are frames, trl, slime,"),
-        (["odd.txt", "x.jsonl"], "odd.txt: not in a format that is known; say which one with --from, see --formats"),
-        (["-", "x.jsonl", "--from", "parquet"], "-: this format is not read or written as a stream; give a file"),
+        (["in.penstock", "out.xyz"], "out.xyz: no format has this ending; name one with --to, see --formats"),
+        (["in.penstock", "x", "--to", "tokens"], "format 'tokens': cannot write it; use one of frames, trl, slime,"),
+        (["odd.txt", "x.jsonl"], "odd.txt: unknown format; name it with --from, see --formats"),
+        (["-", "x.jsonl", "--from", "parquet"], "-: this format needs a file and cannot use a stream"),
         (["bad.jsonl", "x.penstock"], "bad.jsonl:2: not JSON ("),
         (["short.jsonl", "x.penstock"], "short.jsonl:1: sample 'a'.loss_mask: 1 values for 2 tokens;"),
         (["cut.penstock", "x.jsonl"], "cut.penstock frame 1: "),
         (["in.penstock", "empty", "--to", "jsonl"], "empty: a folder; name a file to write"),
-        (["in.penstock", "none/x.jsonl"], "none/x.jsonl: there is no folder none; make it first"),
-        (["empty", "x.jsonl"], "empty: no run, and no step_N/rank_R.bin; give a run's folder"),
+        (["in.penstock", "none/x.jsonl"], "none/x.jsonl: folder none does not exist; create it first"),
+        (["empty", "x.jsonl"], "empty: no run and no step_N/rank_R.bin in it; give a run's folder"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_file_its_place_and_what_to_do(
@@ -181,7 +179,7 @@ def test_a_stream_with_another_own_column_later_is_refused_for_parquet(
         GROUP[0].replace(id="i/0", group="i", columns={"other": 1})
     ]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(b"".join(map(encoded, later))))))
-    with pytest.raises(InvalidInput, match=r"sample 'i/0': column 'other' is not as in the samples before it"):
+    with pytest.raises(InvalidInput, match=r"sample 'i/0': column 'other' differs from the samples before it"):
         convert_files(["-"], "out.parquet")
     Path("later.penstock").write_bytes(b"".join(map(encoded, later)))
     assert convert_files(["later.penstock"], "out.parquet").samples == 301
@@ -217,8 +215,8 @@ def test_lines_are_told_apart_by_their_fields(tmp_path: Path, start: dict[str, A
 
 
 def test_advantages_are_made_of_rewards_group_by_group(folder: Path) -> None:
-    with pytest.raises(InvalidInput, match="advantages 'ppo': not a rule"):
+    with pytest.raises(InvalidInput, match="advantages 'ppo': unknown"):
         convert_files(["in.penstock"], "out.jsonl", options=Options(advantages="ppo"))
     Path("x.jsonl").write_text('{"id": "a", "token_ids": [1]}\n')
-    with pytest.raises(InvalidInput, match=r"sample 'a'.rewards: not one; advantages are made of"):
+    with pytest.raises(InvalidInput, match=r"sample 'a'.rewards: no single reward; advantages need"):
         convert_files(["x.jsonl"], "out.jsonl", options=Options(advantages="grpo"))

@@ -17,8 +17,7 @@ import pytest
 import penstock as ps
 from penstock.cli import main
 from penstock.client import Plane
-from penstock.demo.chat_model import save_model
-from penstock.demo.endpoint import Endpoint, Engine
+from penstock.demo.endpoint import Endpoint, Engine, save_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TASKSETS = Path(__file__).parent.parent / "integrations" / "tasksets"
@@ -87,7 +86,7 @@ def test_an_interrupt_ends_it_with_130_and_says_what_was_put(endpoint: Endpoint,
         (["--endpoint", "http://127.0.0.1:1/v1"], "endpoint http://127.0.0.1:1/v1: ConnectError"),
         (["--group-size", "0"], "group_size: 0; must be at least 1"),
         (["--set", "words"], "--set 'words': must be KEY=VALUE"),
-        (["--assets", "x"], "--assets and --image-model belong together"),
+        (["--assets", "x"], "--assets and --image-model: give both"),
         (["--assets", "x", "--image-model", "nowhere"], "--image-model nowhere: "),
     ],
 )

@@ -68,18 +68,18 @@ def test_a_run_without_a_task_trains_on_what_foreign_processes_put(
     said = capsys.readouterr().out
     assert code == 0, said
     assert [producer.returncode for producer in producers] == [0, 0]
-    assert said.startswith(f"Groups are taken at {url}")
-    assert "It is trained: reward 0.33 -> 0.33 in 4 steps" in said
+    assert said.startswith(f"Groups are accepted at {url}")
+    assert "Training finished: reward 0.33 -> 0.33 in 4 steps" in said
     assert "24 samples accepted, 24 trained, 0 held, 0 under way, 0 dropped; every one accounted for." in said
     ledger = json.loads(Path("runs/mine/status.json").read_text())["ledger"]
     assert ledger["balanced"] and ledger["committed"] == 24
 
 
-def test_a_run_that_nobody_could_feed_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_source_of_groups_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.toml"
     path.write_text("max_steps = 1\n")
     assert main(["train", str(path)]) == 1
-    assert "nobody would generate" in capsys.readouterr().err
+    assert "no groups arrive" in capsys.readouterr().err
 
 
 def test_an_address_others_can_reach_needs_keys_and_is_refused_at_once(

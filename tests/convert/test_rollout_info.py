@@ -16,10 +16,10 @@ from penstock.convert.branches import to_samples
 from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames import encode_group
 from penstock.frames.metadata import check_group, metadata_of_pieces
-from penstock.integrations.environments.lost import Lost
-from penstock.integrations.environments.responses import to_trajectory
 from penstock.integrations.formats.file_formats import convert_files
 from penstock.integrations.formats.file_or_stream import Place
+from penstock.integrations.formats.lost import Lost
+from penstock.integrations.formats.responses import to_trajectory
 from penstock.integrations.formats.sample_lines import read_lines, write_lines
 from penstock.integrations.trainers.trl_samples import from_trl, rollout_fields
 from penstock.view import Export, TokenExporter

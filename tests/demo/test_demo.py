@@ -1,4 +1,4 @@
-"""The whole of Penstock at work: real processes, kill -9 of each kind, and a ledger that balances at the end."""
+"""All of Penstock in one run: real processes, kill -9 of each kind, and a ledger that balances at the end."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import pytest
 
 from penstock.cli import main
 from penstock.commands import demo
-from penstock.demo.launch import Launcher, Metrics, Progress
+from penstock.demo.launch import Launcher, Progress
+from penstock.demo.run_files import Metrics
 from penstock.train.run_config import load
 from penstock.view import Export
 
 
-def config_for(folder: Path, *words: str) -> object:
+def config_for(folder: Path, *arguments: str) -> object:
     parser = argparse.ArgumentParser()
     demo.add_arguments(parser)
-    return demo.config_of(parser.parse_args(["--folder", str(folder), *words]))
+    return demo.config_of(parser.parse_args(["--folder", str(folder), *arguments]))
 
 
 @pytest.mark.slow
@@ -52,7 +53,7 @@ def test_a_vision_run_with_replay_trains_on_images_by_reference(
     folder = tmp_path / "run"
     code = main(["demo", "--vision", "--replay", "--steps", "4", "--folder", str(folder), "--json"])
     report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    assert code == 0 and report["learned"] is None  # so many steps were asked for, and no reward
+    assert code == 0 and report["learned"] is None  # a number of steps was asked for, not a reward
     assert report["steps"] == 4 and report["ledger"]["balanced"]
     assert report["on_policy_gap"] < 1e-4
     assert any((folder / "assets").rglob("*.png"))

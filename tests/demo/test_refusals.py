@@ -1,4 +1,4 @@
-"""What keeps a run from starting is said at once, in words, with exit code 1; a process that dies is never silence."""
+"""A run that cannot start says why at once, with exit code 1. A process that dies is always reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from penstock.cli import main
 from penstock.demo.launch import Launcher, RunFailed
 from penstock.demo.preflight import check_surroundings
-from penstock.errors import Closed, ConfigError, Conflict
+from penstock.errors import ConfigError, Conflict
 from penstock.log import SqliteLog
 from penstock.packing import Packing
 from penstock.train.run_config import ModelConfig, TaskConfig, TrainConfig
@@ -64,7 +64,7 @@ def test_an_address_that_another_process_has_is_refused_before_anything_starts(
     assert train(tmp_path, f'{setting} = "{address}"') == 1
     said = capsys.readouterr()
     assert said.err == f"penstock train: {setting}: '{address}': another process listens there; use another port\n"
-    assert "Groups are taken" not in said.out
+    assert "Groups are accepted" not in said.out
     assert not (tmp_path / "run").exists()
 
 
@@ -84,7 +84,7 @@ def test_a_folder_in_which_a_run_is_at_work_is_refused(tmp_path: Path) -> None:
     config = TrainConfig(folder=str(tmp_path))
     log = SqliteLog(tmp_path / "plane")
     try:
-        with pytest.raises(Conflict, match="a run is at work in it"):
+        with pytest.raises(Conflict, match="a run is using it"):
             check_surroundings(config)
     finally:
         log.close()
@@ -104,12 +104,12 @@ def test_a_number_of_steps_that_cannot_be_trained_is_a_bad_command_line(
 @pytest.mark.timeout(600)
 def test_a_model_that_cannot_be_built_is_the_error_of_the_run(tmp_path: Path) -> None:
     config = TrainConfig(folder=str(tmp_path), model=ModelConfig(family="nope"), task=TaskConfig())
-    with pytest.raises(Closed, match="cannot start: model: cannot build 'nope'"):
+    with pytest.raises(RunFailed, match="model: cannot build 'nope'"):
         Launcher(config).run(lambda _: None)
 
 
 @pytest.mark.timeout(600)
-def test_a_process_that_keeps_dying_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
+def test_a_process_that_keeps_dying_ends_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
     """The trainer's ranks find a checkpoint that is none, which no check before the start looks into."""
     model = ModelConfig(family="qwen3", config=TINY)
     broken = tmp_path / "checkpoints" / "step_00000001"

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder for who looks at it: words for its tokens, the plane's numbers, how it ended."""
+"""Files of a run's folder: texts for its tokens, metrics, the plane's numbers; and the page that shows them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.demo.live_page import live_page
-from penstock.demo.plane_lines import PlaneLines
-from penstock.demo.words import COLOR, REVERSE, write_tokenizer
+from penstock.demo.run_files import Metrics, PlaneLines
+from penstock.demo.screen import live_page
+from penstock.demo.tasks import COLOR, REVERSE, write_tokenizer
 from penstock.train.memory_metrics import memory
 from penstock.view.run_metrics import rows_since
 from penstock.view.vocabulary import open_vocabulary
@@ -18,14 +18,14 @@ LEDGER = {"accepted": 9, "committed": 4, "held": 3, "dropped": {"stale": 2}}
 
 
 def test_the_demos_tokens_have_texts(tmp_path: Path) -> None:
-    for task, words in (("reverse", REVERSE), ("color", COLOR)):
+    for task, tokens in (("reverse", REVERSE), ("color", COLOR)):
         folder = tmp_path / task
         folder.mkdir()
         write_tokenizer(folder, task)
         vocabulary = open_vocabulary(folder)
-        assert [(vocabulary.text(i) or "").strip() for i in range(len(words))] == list(words)
-    said = "".join(vocabulary.text(COLOR.index(word)) or "" for word in ("<bos>", "what", "color", "is", "the", "?"))
-    assert said == "<bos> what color is the?"
+        assert [(vocabulary.text(i) or "").strip() for i in range(len(tokens))] == list(tokens)
+    text = "".join(vocabulary.text(COLOR.index(word)) or "" for word in ("<bos>", "what", "color", "is", "the", "?"))
+    assert text == "<bos> what color is the?"
 
 
 def test_a_tokenizer_that_is_there_stays(tmp_path: Path) -> None:
@@ -64,3 +64,12 @@ def test_the_page_of_a_run_is_there_before_its_first_file(tmp_path: Path) -> Non
     assert run == {"run": "", "steps": [], "state": None}
     with pytest.raises(ConnectionRefusedError):
         HTTPConnection("127.0.0.1", port, timeout=5).connect()
+
+
+def test_of_old_steps_a_running_launcher_keeps_the_reward_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": s, "train/reward": None, "perf/x": s}) + "\n" for s in range(1, 6)))
+    rows = Metrics(path, whole_rows=2).read()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [sorted(row) for row in rows[:3]] == [["step", "train/reward"]] * 3 and rows[3]["perf/x"] == 4
+    assert Metrics(path).read()[0]["perf/x"] == 1

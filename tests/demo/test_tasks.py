@@ -15,11 +15,10 @@ from rich.console import Console
 from penstock.arrays import Samples
 from penstock.capture import Trajectory, Turn
 from penstock.convert import make_group
-from penstock.demo import reverse
 from penstock.demo.launch import Progress
 from penstock.demo.sampler import sample
 from penstock.demo.screen import page, screen, sparkline
-from penstock.demo.tasks import make_task, model_of
+from penstock.demo.tasks import EOS, PAD, REVERSE, ReverseTask, Word, make_task, model_of
 from penstock.demo.worker import life_name
 from penstock.packing import pack
 from penstock.train.logits import token_logprobs
@@ -34,17 +33,17 @@ def _one_thread() -> None:
 
 
 def ids(word: str) -> list[int]:
-    return [reverse.TOKENS.index(c) for c in word]
+    return [REVERSE.index(c) for c in word]
 
 
 def test_only_the_reversed_word_and_its_end_earn_the_whole_reward() -> None:
-    task = reverse.Reverse(3)
-    prompt = reverse.Prompt("abc", [])
-    assert task.reward(prompt, [*ids("cba"), reverse.EOS]) == 1.0
+    task = ReverseTask(3)
+    prompt = Word("abc", [])
+    assert task.reward(prompt, [*ids("cba"), EOS]) == 1.0
     assert task.reward(prompt, ids("cba")) == 0.75
-    assert task.reward(prompt, [*ids("abc"), reverse.EOS]) == 0.5
-    assert task.reward(prompt, [*ids("cba"), reverse.PAD, reverse.EOS]) == pytest.approx(0.6)
-    assert task.reward(prompt, [reverse.EOS]) == 0.0
+    assert task.reward(prompt, [*ids("abc"), EOS]) == 0.5
+    assert task.reward(prompt, [*ids("cba"), PAD, EOS]) == pytest.approx(0.6)
+    assert task.reward(prompt, [EOS]) == 0.0
 
 
 @pytest.mark.parametrize("name", ["reverse", "color"])

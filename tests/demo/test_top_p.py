@@ -10,9 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
 
+from benchmarks.sampling_masks import measure  # noqa: E402
 from penstock.cli import main  # noqa: E402
 from penstock.demo.sampler import nucleus  # noqa: E402
-from penstock.demo.top_p import measure  # noqa: E402
 
 
 def test_trainer_and_sampler_agree_with_masks_and_visibly_not_without(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ def test_a_call_with_two_contents_is_refused_and_the_rollout_is_incomplete(tmp_p
     with pytest.raises(Conflict, match="was put with other content"):
         store.put("r", "a", b"two")
     found = CallStore(tmp_path).freeze("r")
-    assert found.entries == (b"one",) and found.incomplete == "call 'a' came with two contents"
+    assert found.entries == (b"one",) and found.incomplete == "call 'a' was put with two contents"
 
 
 def test_a_call_that_was_begun_and_never_came_makes_the_rollout_incomplete(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_snapshot_is_freeing_only_if_nothing_changed_since(tmp_path: Path) -> 
     fresh = store.freeze("r")
     assert fresh.incomplete == "lost one" and fresh.id == stale.id and fresh.version > stale.version
     assert store.drop([("r", fresh.id, fresh.version), ("s", "x", 0)]) == 1
-    with pytest.raises(Conflict, match="given back"):
+    with pytest.raises(Conflict, match="its calls were dropped"):
         store.freeze("r")
     with pytest.raises(Conflict, match="is frozen"):
         store.put("r", "z", b"very late")

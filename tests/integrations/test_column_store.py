@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, Conflict, CorruptFile, CorruptFrame, InvalidInput, PlaneLost, UnknownKey
 from penstock.integrations.transfer_queue.column_store import Block, Cells, ColumnStore
-from penstock.integrations.transfer_queue.column_unit import Clear, Get, Line, Load, Put, Save, Unit
+from penstock.integrations.transfer_queue.column_unit import Clear, Get, Load, Put, Save, Unit, UnitConnection
 
 
 def block(rows: Sequence[int], **columns: list[bytes]) -> Block:
@@ -80,7 +80,7 @@ def test_any_sequence_gives_what_a_dict_would(commands: list[tuple[str, list[int
                     assert values(store.get([row], [name])) == [value]
         store.clear(list(plain))
         store.sweep()
-        assert store.num_bytes == 0, "what nobody has is given back"
+        assert store.num_bytes == 0, "unreferenced bytes are freed"
     finally:
         store.close()
         shutil.rmtree(folder)
@@ -166,7 +166,7 @@ def test_a_folder_has_one_owner_and_keeps_what_was_said_of_it(tmp_path: Path, mo
     with pytest.raises(Conflict, match="another process has it open"):
         ColumnStore(tmp_path, units="2")
     store.close()
-    with pytest.raises(ConfigError, match="units 3, and 2 when it was made"):
+    with pytest.raises(ConfigError, match="units is 3, was 2 at its creation"):
         ColumnStore(tmp_path, units="3")
     ColumnStore(tmp_path, units="2").close()
 
@@ -187,7 +187,7 @@ def test_bytes_that_changed_on_disk_are_not_handed_out(tmp_path: Path) -> None:
     segment = next((tmp_path / "columns").iterdir())
     segment.write_bytes(segment.read_bytes().replace(b"xxx", b"xyx", 1))
     store = ColumnStore(tmp_path)
-    with pytest.raises(CorruptFile, match="not what was put"):
+    with pytest.raises(CorruptFile, match="its checksum differs"):
         store.get([0], ["a"])
     store.close()
 
@@ -247,7 +247,7 @@ class Started:
         self.process.stdout.close()
 
 
-def test_a_killed_unit_loses_nothing_it_acknowledged_and_the_line_finds_the_next(tmp_path: Path) -> None:
+def test_a_killed_unit_loses_nothing_it_acknowledged_and_the_client_finds_the_next(tmp_path: Path) -> None:
     unit = Started(tmp_path)
 
     def locate(_: float) -> tuple[str, int]:
@@ -256,7 +256,7 @@ def test_a_killed_unit_loses_nothing_it_acknowledged_and_the_line_finds_the_next
             unit = Started(tmp_path)
         return unit.where
 
-    line = Line(locate, timeout_s=120)
+    line = UnitConnection(locate, timeout_s=120)
     for life in range(1, 4):
         for number in range(5):
             one = block([10 * life + number], a=[bytes([life, number]) * 100])
@@ -287,10 +287,10 @@ def test_a_unit_that_can_serve_no_more_says_so(tmp_path: Path, monkeypatch: pyte
 
 def test_a_unit_says_what_is_wrong_and_goes_on(tmp_path: Path) -> None:
     unit = Unit(tmp_path / "live", host="127.0.0.1", saves_under=tmp_path)
-    line = Line(lambda _: unit.where, timeout_s=60)
+    line = UnitConnection(lambda _: unit.where, timeout_s=60)
     one = block([0, 1], a=[b"x", b"y"])
     line.ask(Put(one.rows, one.columns), one.data)
-    with pytest.raises(InvalidInput, match="3 bytes; its values say 2"):
+    with pytest.raises(InvalidInput, match="3 bytes; its values need 2"):
         line.ask(Put(one.rows, one.columns), [b"xyz"])
     with pytest.raises(UnknownKey, match="row 7"):
         line.ask(Get((7,), ("a",)))
@@ -318,9 +318,9 @@ def test_a_unit_that_other_hosts_can_reach_hears_only_who_has_its_keys(tmp_path:
     port = unit.where[0].rpartition(":")[2]
     address = f"tcp://127.0.0.1:{port}"
     one = block([0], a=[b"x"])
-    line = Line(lambda _: (address, *unit.where[1:]), timeout_s=60)
+    line = UnitConnection(lambda _: (address, *unit.where[1:]), timeout_s=60)
     line.ask(Put(one.rows, one.columns), one.data)
-    stranger = Line(lambda _: (address, unit.where[1]), timeout_s=1)
+    stranger = UnitConnection(lambda _: (address, unit.where[1]), timeout_s=1)
     with pytest.raises(PlaneLost):
         stranger.ask(Clear((0,)))
     assert bytes(line.ask(Get((0,), ("a",)))[1][0]) == b"x"
@@ -331,7 +331,7 @@ def test_a_unit_that_other_hosts_can_reach_hears_only_who_has_its_keys(tmp_path:
 
 def test_no_request_ends_a_unit_or_empties_it_by_mistake(tmp_path: Path) -> None:
     unit = Unit(tmp_path / "live", host="127.0.0.1", saves_under=tmp_path / "checkpoints")
-    line = Line(lambda _: unit.where, timeout_s=60)
+    line = UnitConnection(lambda _: unit.where, timeout_s=60)
     one = block([0], a=[b"x"])
     line.ask(Put(one.rows, one.columns), one.data)
     with pytest.raises(UnknownKey, match="nothing was saved there"):
@@ -341,7 +341,7 @@ def test_no_request_ends_a_unit_or_empties_it_by_mistake(tmp_path: Path) -> None
     (tmp_path / "checkpoints" / "link").symlink_to(tmp_path)
     for outside in ("penstock-0-of-1", "checkpoints/link/penstock-0-of-1", "checkpoints/live", "live/columns"):
         for act in (Save(str(tmp_path / outside)), Load(str(tmp_path / outside))):
-            with pytest.raises(InvalidInput, match=r"must be called penstock-K-of-N and lie below .*checkpoints"):
+            with pytest.raises(InvalidInput, match=r"must be named penstock-K-of-N and be below .*checkpoints"):
                 line.ask(act)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "live"]
     for folder in ("relative", f"{tmp_path}/a\0b", f"{tmp_path}/../up"):

@@ -28,7 +28,7 @@ def test_an_expanded_tensor_is_rejected_before_it_is_copied(tmp_path: Path) -> N
     experts = torch.zeros(1, dtype=torch.int32).expand(1, 100_000_000)
     torch.save({"rollout_id": 0, "samples": [SLIME | {"rollout_routed_experts": experts}]}, path)
     assert path.stat().st_size < 10_000
-    with pytest.raises(CorruptFile, match="a tensor of 400,000,000 bytes with 4 behind it"):
+    with pytest.raises(CorruptFile, match="a tensor of 400,000,000 bytes with 4 bytes of data"):
         convert(path)
     torch.save({"rollout_id": 0, "samples": [SLIME | {"tokens": torch.tensor([1, 2])}]}, path)
     assert convert(path).samples == 1
@@ -53,7 +53,7 @@ def test_a_sample_that_is_none_is_named(tmp_path: Path, sample: object) -> None:
 
 
 def test_a_batch_of_single_values_is_rejected() -> None:
-    with pytest.raises(InvalidInput, match="responses is one value"):
+    with pytest.raises(InvalidInput, match="responses is a single value"):
         from_verl({"prompts": np.zeros((1, 2)), "responses": np.array(3)})
 
 

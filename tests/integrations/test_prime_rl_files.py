@@ -95,7 +95,7 @@ def test_terms_that_prime_rl_would_train_outside_the_mask_have_no_weight_there()
     made = to_prime_rl(batch)
     assert made.ce_weights == [0, 0, 1, 0, 1] and made.rl_weights == [0] * 5 and made.inference_logprobs == [0] * 5
     [unscored] = ps.pack([SAMPLE.replace(advantages=None)], ranks=1, seq_len=8).ranks[0]
-    with pytest.raises(InvalidInput, match=r"sample 'g/0'.advantages: none; prime-rl cannot train it"):
+    with pytest.raises(InvalidInput, match=r"sample 'g/0'.advantages: missing; prime-rl cannot train"):
         to_prime_rl(unscored)
 
 
@@ -127,8 +127,8 @@ def test_sampling_masks_and_routing_are_bytes_as_prime_rl_has_them() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda b: b"not msgpack", "not a file of micro-batches"),
-        (lambda b: msgspec.msgpack.encode([[1, 2]]), "not a file of micro-batches"),
+        (lambda b: b"not msgpack", "not a micro-batch file"),
+        (lambda b: msgspec.msgpack.encode([[1, 2]]), "not a micro-batch file"),
         (
             lambda b: msgspec.msgpack.encode([msgspec.structs.replace(b, advantages=[1.0])]),
             "advantages: 1 values for 5",
@@ -138,7 +138,7 @@ def test_sampling_masks_and_routing_are_bytes_as_prime_rl_has_them() -> None:
             lambda b: msgspec.msgpack.encode([msgspec.structs.replace(b, routed_experts=(b"", [5, 0, 0], "O"))]),
             "routed_experts: dtype 'O'; must be one of uint8",
         ),
-        (lambda b: msgspec.msgpack.encode([msgspec.structs.replace(b, sampling_mask=[b"123", b""])]), "cut short"),
+        (lambda b: msgspec.msgpack.encode([msgspec.structs.replace(b, sampling_mask=[b"123", b""])]), "truncated"),
     ],
 )
 def test_a_file_that_prime_rl_did_not_write_is_named(tmp_path: Path, change: Any, said: str) -> None:

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 import penstock as ps
 from penstock.arrays import Ragged
 from penstock.arrays.columns import COLUMNS
-from penstock.integrations.environments.responses import one_number
 from penstock.integrations.formats.file_formats import FORMATS, Conversion, Options, convert_files
+from penstock.integrations.formats.responses import one_number
 from penstock.testing.reference import record
 from penstock.testing.strategies import batches
 
@@ -53,9 +53,9 @@ def put(folder: Path, samples: list[ps.Sample]) -> str:
 
 
 def read(path: str) -> list[ps.Sample]:
-    from penstock.integrations.environments.lost import Lost
     from penstock.integrations.formats.file_formats import format_to_read
     from penstock.integrations.formats.file_or_stream import Place
+    from penstock.integrations.formats.lost import Lost
 
     kind = format_to_read(Place(path))
     assert kind.read is not None

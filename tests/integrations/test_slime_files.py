@@ -105,7 +105,7 @@ def test_failed_truncated_and_removed_rollouts_of_slime_keep_what_they_say() -> 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"reward": {"acc": 1.0, "fmt": 0.0}}, r"reward: a mapping with 'acc', 'fmt'; say which one with reward_key"),
+        ({"reward": {"acc": 1.0, "fmt": 0.0}}, r"reward: a mapping with 'acc', 'fmt'; name one with reward_key"),
         ({"reward": "1"}, "reward: '1'; must be a number"),
         ({"response_length": 9}, "response_length: 9 of 5 tokens"),
         ({"rollout_log_probs": [0.0]}, r"rollout_log_probs: 1 values for a response of 3 tokens"),

@@ -147,10 +147,10 @@ def test_the_client_of_tinker_can_send_them() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"token_ids": [5], "logprobs": [0.0], "loss_mask": None}, "1 token; a datum needs two"),
+        ({"token_ids": [5], "logprobs": [0.0], "loss_mask": None}, "1 token; a datum needs at least two"),
         ({"logprobs": None}, "sample 'a'.logprobs: none; loss 'ppo' needs them"),
         ({"advantages": None}, "sample 'a'.advantages: none"),
-        ({"token_ids": [1, 2**31, 3]}, "ids of a datum are below 2"),
+        ({"token_ids": [1, 2**31, 3]}, "ids of a datum must be below 2"),
     ],
 )
 def test_a_sample_that_is_no_datum_says_why(changes: dict[str, Any], said: str) -> None:

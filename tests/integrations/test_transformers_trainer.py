@@ -16,9 +16,8 @@ from transformers import TrainerCallback, TrainingArguments
 
 import penstock as ps
 from penstock.client import SourceStep
-from penstock.demo.launch import Metrics
-from penstock.demo.reverse import TOKENS
-from penstock.demo.tasks import model_of
+from penstock.demo.run_files import Metrics
+from penstock.demo.tasks import REVERSE, model_of
 from penstock.errors import ConfigError
 from penstock.integrations.trainers.transformers_trainer import PlaneTrainer, last_checkpoint, step_of
 from penstock.packing import Packing, Step
@@ -156,7 +155,7 @@ def kit_checked(rank: int, note: Note, folder: str) -> None:
         }
         return float(loss) / 2, gradients
 
-    report = check(step_fn, vocabulary=len(TOKENS))
+    report = check(step_fn, vocabulary=len(REVERSE))
     note([str(report), report.ok, report.judged])
     distributed.destroy_process_group()
 

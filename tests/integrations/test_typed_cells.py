@@ -95,7 +95,7 @@ def test_values_inside_one_another_without_end_are_refused() -> None:
     value: list[Any] = []
     for _ in range(100):
         value = [value]
-    with pytest.raises(InvalidInput, match="inside one another"):
+    with pytest.raises(InvalidInput, match="nested more than 32 levels"):
         cells_of("x", [value])
 
 

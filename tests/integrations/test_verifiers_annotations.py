@@ -129,7 +129,7 @@ def test_tokens_that_are_not_those_of_the_trace_are_refused(tmp_path: Path) -> N
 def test_a_file_that_is_not_there_or_not_json_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained(tmp_path / "run")
     assert main(["rollouts", "annotate", str(tmp_path / "none"), "--run", str(tmp_path / "run")]) == 1
-    assert "no traces.jsonl there" in capsys.readouterr().err
+    assert "no traces.jsonl;" in capsys.readouterr().err
     (tmp_path / "bad.jsonl").write_text("{}\nnot json\n")
     assert main(["rollouts", "annotate", str(tmp_path / "bad.jsonl"), "--run", str(tmp_path / "run")]) == 1
     assert "bad.jsonl:2: not JSON" in capsys.readouterr().err

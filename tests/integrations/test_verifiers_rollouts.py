@@ -24,8 +24,7 @@ import penstock as ps
 from penstock.arrays import ImageSpan
 from penstock.capture import from_chat_completions
 from penstock.client import Plane
-from penstock.demo.chat_model import save_model
-from penstock.demo.endpoint import Endpoint, Engine
+from penstock.demo.endpoint import Endpoint, Engine, save_model
 from penstock.errors import ConfigError, PeerError
 from penstock.integrations.environments import verifiers_rollouts
 from penstock.integrations.environments.verifiers_rollouts import Environment, Rollouts, Tally

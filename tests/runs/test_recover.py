@@ -193,7 +193,7 @@ def test_a_log_from_before_some_steps_goes_on_without_the_groups_that_were_freed
         shutil.copy(copy / name, folder / name)
     assert is_refused(folder)
     recover(folder, "--step", "4")
-    assert "2 groups wait in the log and have no frame any more" in capsys.readouterr().out
+    assert "2 groups in the log have no frame" in capsys.readouterr().out
     engine = opened(folder, settings)
     engine.resume(1, 4)
     assert train(engine) == ["c", "d"]
@@ -230,7 +230,7 @@ def test_what_can_be_read_of_a_damaged_log_counts(tmp_path: Path, capsys: pytest
         file.write(os.urandom(16384))
     assert main(["storage", "check", str(folder)]) == 1
     recover(folder)
-    assert "3 groups are left out: the damaged log says" in capsys.readouterr().out
+    assert "3 groups are left out: according to the damaged log" in capsys.readouterr().out
     engine = opened(folder, ONE)
     engine.resume(1, 3)
     assert train(engine) == ["c", "d"]
@@ -377,7 +377,7 @@ def test_nothing_changes_unless_the_answer_is_yes(
         assert main(["storage", "recover", str(folder)]) == 1
         out = capsys.readouterr().out
         assert "would be made, with 2 groups (4 samples" in out
-        assert "may have been trained before" in out
+        assert "may have been trained already" in out
         assert out.endswith("Nothing was changed.\n")
     assert main(["storage", "recover", str(folder), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)

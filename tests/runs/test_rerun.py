@@ -259,7 +259,7 @@ def test_the_command_shows_verifies_and_compares(tmp_path: Path, capsys: pytest.
     assert main(["rerun", str(run)]) == 0
     assert "2 steps, 5 groups (1 for evaluation)" in capsys.readouterr().out
     assert main(["rerun", str(run), "--verify"]) == 0
-    assert "5 frames read: all as written" in capsys.readouterr().out
+    assert "5 frames read, all intact" in capsys.readouterr().out
     assert main(["rerun", str(run), "--diff"]) == 0
     assert capsys.readouterr().out == "No difference in 2 steps of run 'run'.\n"
     alter_group(run, "c", encode(named_group("c", tokens=8)))
@@ -282,7 +282,7 @@ def test_the_command_feeds_a_plane_and_reads_a_run_whose_plane_is_at_work(
         put(old, *"abcd")
         digests = train(old, 2)
         assert main(["rerun", str(tmp_path / "run"), "--plane", url, "--as-fast-as-possible"]) == 0
-        assert "4 groups put, 0 were there already" in capsys.readouterr().out
+        assert "4 groups put, 0 were already there" in capsys.readouterr().out
         assert main(["rerun", str(tmp_path / "run"), "--plane", url, "--speed", "100", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["known"] == 4
         assert main(["rerun", str(tmp_path / "run"), "--diff"]) == 0

@@ -77,7 +77,7 @@ def test_damaged_and_missing_frames_are_named(tmp_path: Path, capsys: pytest.Cap
     assert main(["storage", "check", str(folder)]) == 1
     out = capsys.readouterr().out
     assert f"damaged: group 'b' at {at['b']}" in out
-    assert "Put these segments back from a copy" in out
+    assert "Restore these segments from a copy" in out
 
 
 def test_a_frame_with_other_samples_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from penstock.client import Plane, connect
 from penstock.client import open as open_plane
 from penstock.convert import Group, make_group
 from penstock.demo.color import ColorTask
-from penstock.demo.launch import Metrics
+from penstock.demo.run_files import Metrics
 from penstock.demo.tasks import model_of
 from penstock.errors import MissingAsset, StepAborted
 from penstock.packing import Packing

@@ -10,8 +10,7 @@ import torch
 from torch import distributed
 
 from penstock.client import SourceStep
-from penstock.demo.reverse import TOKENS
-from penstock.demo.tasks import model_of
+from penstock.demo.tasks import REVERSE, model_of
 from penstock.packing import Packing, Step
 from penstock.testing.trainer import BUGS, check
 from penstock.train.run_config import OptimizerConfig, TrainConfig
@@ -58,7 +57,7 @@ def checked(rank: int, note: Callable[[Any], Any], folder: str) -> None:
         sums = trainer.train_step(received, [trainer._prepare(batch) for batch in received])
         return sums.metrics()["train/loss"], trainer.optimizer.gradients
 
-    report = check(step_fn, vocabulary=len(TOKENS))
+    report = check(step_fn, vocabulary=len(REVERSE))
     note([str(report), report.ok, report.judged])
     alone.close()
     together.close()

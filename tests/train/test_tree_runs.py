@@ -14,7 +14,7 @@ import penstock as ps
 from penstock.capture import Trajectory, Turn
 from penstock.client import open as open_plane
 from penstock.convert import Group, make_group
-from penstock.demo.launch import Metrics
+from penstock.demo.run_files import Metrics
 from penstock.demo.tasks import make_task, model_of, standardized
 from penstock.errors import ConfigError
 from penstock.packing import Packing

@@ -16,9 +16,9 @@ from penstock.arrays.images import ImageSpan
 from penstock.assets import AssetStore
 from penstock.cli import main
 from penstock.errors import Conflict, InvalidInput
-from penstock.integrations.environments.lost import Lost
 from penstock.integrations.formats.file_or_stream import Place
-from penstock.integrations.formats.token_exports import read_export
+from penstock.integrations.formats.lost import Lost
+from penstock.integrations.formats.penstock_files import read_export
 from penstock.train import mask_segments
 from penstock.train.loss import Dppo, Sft
 from penstock.train.modes import ByMode
@@ -73,7 +73,7 @@ def test_an_export_with_images_is_read_back(tmp_path: Path) -> None:
 def test_an_image_of_an_earlier_export_is_our_error(tmp_path: Path) -> None:
     path = exported(tmp_path)
     path.write_text(path.read_text().replace('"grid":[1,4,6],', ""))
-    with pytest.raises(InvalidInput, match="an image without grid and merge; exported by an earlier version"):
+    with pytest.raises(InvalidInput, match="an image without grid and merge, exported by an earlier version"):
         list(read_export(Place(str(path)), Lost()))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.arrays import Sample
-from penstock.demo.words import write_tokenizer
+from penstock.demo.tasks import write_tokenizer
 from penstock.packing import pack
 from penstock.view import Export, TokenExporter, masking_rules
 from penstock.view.library import Library

@@ -1,1 +1,1 @@
-"""The commands of the `penstock` command line, one per module."""
+"""The commands of `penstock`, one per module. `tables` and `which_run` are shared by them."""

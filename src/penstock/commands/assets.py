@@ -1,8 +1,8 @@
-"""Look after the images of a run: what is stored, whether it is intact, what may go.
+"""List, verify and clean up the images of a run.
 
 penstock assets list runs/demo/assets
 penstock assets verify runs/demo/assets        read and hash every image; exit 1 if one is damaged or missing
-penstock assets sweep runs/demo/assets         remove processed features nobody used; images are never swept
+penstock assets sweep runs/demo/assets         delete processed features that are not used; images are never deleted
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def _verify(store: AssetStore, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps({**asdict(report), "ok": report.ok}))
     else:
-        for line in (*report.corrupt, *(f"{image}: was stored, and is not there" for image in report.missing)):
+        for line in (*report.corrupt, *(f"{image}: was stored, and is missing" for image in report.missing)):
             print(line)
-        notes = f", {report.quarantined} put aside earlier" if report.quarantined else ""
-        notes += f", {report.unfinished} never finished by a writer that was stopped" if report.unfinished else ""
+        notes = f", {report.quarantined} quarantined earlier" if report.quarantined else ""
+        notes += f", {report.unfinished} left unfinished by a writer that was killed" if report.unfinished else ""
         print(f"{report.checked} images, {report.num_bytes:,} bytes: {'healthy' if report.ok else 'DAMAGED'}{notes}")
     return 0 if report.ok else 1

@@ -1,12 +1,12 @@
-"""Measure Penstock against rivals on this machine, in one run, on the same inputs.
+"""Measure Penstock and its rivals on this machine, in one run, on the same inputs.
 
   penstock bench wire              sizes and speed of frames
   penstock bench replay --json     the same report for programs
-  penstock bench pack --check      exit 1 when a figure with a target misses it
+  penstock bench pack --check      exit 1 if a figure misses its target
 
-  penstock bench path --rivals rivals/bin/python     rivals that are installed elsewhere (scripts/setup_rivals)
+  penstock bench path --rivals rivals/bin/python     rivals installed in another environment (scripts/setup_rivals)
 
-The report is a table of ours, the rival's and the ratio between them. With --json it is one object:
+The report is a table: our figure, the rival's, and their ratio. With --json it is one object:
 {"bench", "machine", "versions",
  "rows": [{"name", "ours", "rival", "rival_name", "ratio", "target", "ok", "skipped", ...}]}.
 A row whose rival is not installed is skipped and says why: its "ratio" and "ok" are null.
@@ -23,16 +23,16 @@ from pathlib import Path
 from penstock.errors import ConfigError
 
 BENCHES = {
-    "wire": ("bytes and speed of frames against lists and byte arrays", ()),
+    "wire": ("size and speed of frames against lists and byte arrays", ()),
     "replay": ("tables against cpprb and TorchRL", ("cpprb", "torchrl", "torch")),
     "pack": ("plans against the packers of other trainers", ("torch",)),
-    "trees": ("plans of samples that share tokens against other ways to keep them together", ()),
+    "trees": ("plans for samples with shared prefixes against simpler planners", ()),
     "assets": ("images by reference against shipping pixels", ("pillow",)),
     "deliver": ("a step to the ranks of one host, against raw ZeroMQ", ("pyzmq",)),
     "export": ("token export against a plain json loop, and against a training step", ("orjson", "pyarrow", "torch")),
     "path": ("producers to tensors on the ranks, against TransferQueue and Ray", ("pyzmq", "torch")),
     "log": ("commits and restarts of the decision log in SQLite and in PostgreSQL", ("psycopg",)),
-    "storage": ("ranks and puts on an object store that is 50 ms away", ("obstore", "moto")),
+    "storage": ("ranks and puts on an object store with 50 ms latency", ("obstore", "moto")),
     "ingest": ("durable puts against raw SQLite and a raw disk sync", ("pyzmq",)),
 }
 
@@ -42,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", choices=BENCHES, help=names)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--check", action="store_true", help="exit 1 when a row with a target misses it")
-    parser.add_argument("--full", action="store_true", help="all sizes; may take many minutes")
-    parser.add_argument("--rivals", metavar="PYTHON", help="an interpreter that has the rivals of path")
-    parser.add_argument("--baseline", metavar="PYTHON", help="one that has the previous version, for path")
+    parser.add_argument("--full", action="store_true", help="all sizes; takes many minutes")
+    parser.add_argument("--rivals", metavar="PYTHON", help="for path: an interpreter with the rivals installed")
+    parser.add_argument("--baseline", metavar="PYTHON", help="for path: an interpreter with the previous version")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _find_benchmarks() -> None:
-    """Make `benchmarks/` importable, before any other package of that name. The wheel has none."""
+    """Make `benchmarks/` importable, ahead of any other package of that name. The wheel does not contain it."""
     root = Path(__file__).parents[3]
     if not (root / "benchmarks" / "report.py").is_file():
         raise ConfigError(
@@ -76,7 +76,7 @@ def _find_benchmarks() -> None:
 
 
 def _interpreters(args: argparse.Namespace) -> dict[str, str]:
-    """Those that were named, for a benchmark that can use them."""
+    """Return --rivals and --baseline. Only `path` accepts them."""
     given = {name: getattr(args, name) for name in ("rivals", "baseline") if getattr(args, name) is not None}
     for name in given:
         if args.name != "path":
@@ -85,7 +85,7 @@ def _interpreters(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _progress(what: str) -> None:
-    """One line on a terminal that says what is being measured; nothing elsewhere."""
+    """Show on a terminal what is being measured; print nothing elsewhere."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{what}")
         sys.stderr.flush()

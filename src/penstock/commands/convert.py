@@ -1,13 +1,13 @@
-"""Samples from one file format to another: frames, JSON lines, Parquet, and what other trainers write or read.
+"""Convert samples between file formats: frames, JSON lines, Parquet, and the files of other trainers.
 
-  penstock convert rollout_7.pt rollout_7.penstock           formats by ending, or by what a file begins with
+  penstock convert rollout_7.pt rollout_7.penstock           formats are detected by ending or by content
   penstock convert a.penstock b.penstock all.parquet         several files into one
-  penstock convert runs/demo groups.parquet                  the groups that a run keeps
+  penstock convert runs/demo groups.parquet                  the groups that a run still has
   penstock convert group.penstock - --to jsonl | jq .id      - is standard input or output
   penstock convert data.penstock outputs/rollouts --to prime-rl --ranks 8 --seq-len 8192
-  penstock convert --formats                                 what can be read and written
+  penstock convert --formats                                 list the formats
 
-What the target has no place for is counted by name and printed; with --strict the exit code is then 1.
+Prints what the target format cannot hold, counted by name. With --strict the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.commands.tables import aligned, printable, size
+from penstock.commands.tables import aligned, size
 from penstock.errors import InvalidInput
 from penstock.integrations.formats.file_formats import ADVANTAGES, FORMATS, Conversion, Options, convert_files
 from penstock.integrations.formats.file_or_stream import STANDARD
+from penstock.server import printable
 
 _EVERY_S = 0.2
 _HEADS = {"unread": "not read", "unwritten": "not written", "left_out": "left out"}
@@ -30,19 +31,19 @@ _HEADS = {"unread": "not read", "unwritten": "not written", "left_out": "left ou
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "penstock convert [options] IN [IN ...] OUT"
-    parser.add_argument("files", nargs="*", metavar="IN, OUT", help="files to read, then the one to write")
-    parser.add_argument("--from", dest="source", metavar="FORMAT", help="the format of the files that are read")
-    parser.add_argument("--to", dest="target", metavar="FORMAT", help="the format of the file that is written")
+    parser.add_argument("files", nargs="*", metavar="IN, OUT", help="input files, then the output file")
+    parser.add_argument("--from", dest="source", metavar="FORMAT", help="format of the input files")
+    parser.add_argument("--to", dest="target", metavar="FORMAT", help="format of the output file")
     parser.add_argument("--formats", action="store_true", help="list the formats")
-    parser.add_argument("--force", action="store_true", help="replace a file that is there")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 where anything was lost")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing file")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if anything was lost")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
-    parser.add_argument("--advantages", choices=ADVANTAGES, help="make advantages of the rewards in each group")
-    parser.add_argument("--reward-key", metavar="KEY", help="of slime: which reward, where samples have several")
-    parser.add_argument("--ranks", type=int, default=1, help="of prime-rl: data ranks of the trainer (1)")
-    parser.add_argument("--seq-len", type=int, metavar="TOKENS", help="of prime-rl: tokens of a micro-batch")
-    parser.add_argument("--samples-per-step", type=int, metavar="N", help="of prime-rl: all samples unless given")
-    parser.add_argument("--first-step", type=int, default=1, metavar="N", help="of prime-rl: number of the step (1)")
+    parser.add_argument("--advantages", choices=ADVANTAGES, help="compute advantages from the rewards of each group")
+    parser.add_argument("--reward-key", metavar="KEY", help="for slime: which reward, if samples have several")
+    parser.add_argument("--ranks", type=int, default=1, help="for prime-rl: data ranks of the trainer (1)")
+    parser.add_argument("--seq-len", type=int, metavar="TOKENS", help="for prime-rl: tokens per micro-batch")
+    parser.add_argument("--samples-per-step", type=int, metavar="N", help="for prime-rl: default is all samples")
+    parser.add_argument("--first-step", type=int, default=1, metavar="N", help="for prime-rl: first step (1)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInput(f"{' '.join(args.files) or 'no files'}: give a file to read and one to write; see --help")
     *inputs, output = args.files
     if output != STANDARD and Path(output).is_file() and not args.force:
-        raise InvalidInput(f"{output}: is there already; choose another name, or pass --force to replace it")
+        raise InvalidInput(f"{output}: already exists; choose another name, or pass --force to overwrite it")
     options = Options(
         advantages=args.advantages,
         reward_key=args.reward_key,
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _progress(began: float) -> Callable[[Conversion], None]:
-    """Writes a line on a terminal that says how far it is, a few times a second."""
+    """Return a function that shows progress on a terminal, five times a second."""
     if not sys.stderr.isatty():
         return lambda _: None
     last = began
@@ -90,7 +91,7 @@ def _progress(began: float) -> Callable[[Conversion], None]:
 
 
 def text(done: Conversion, seconds: float) -> str:
-    """The report for people."""
+    """Format the report for people."""
     sources = ", ".join(f"{name} ({kind})" for name, kind in zip(done.inputs[:3], done.sources, strict=False))
     more = f" and {len(done.inputs) - 3} more" if len(done.inputs) > 3 else ""
     path = Path(done.output)
@@ -105,7 +106,7 @@ def text(done: Conversion, seconds: float) -> str:
             lines.append(f"{_HEADS[name]:<13}" + ", ".join(f"{what} ({count:,})" for what, count in counts.items()))
     if done.lost.left_out:
         lines.append(f"{'written':<13}{done.written:,} of {counted(done.samples, 'sample')}")
-    return "\n".join(printable(line) for line in lines)  # names of fields and files come from elsewhere
+    return "\n".join(printable(line) for line in lines)  # names of fields and files are not ours
 
 
 def counted(number: int, what: str) -> str:
@@ -115,6 +116,6 @@ def counted(number: int, what: str) -> str:
 def formats_table() -> list[str]:
     rows = [["format", "read", "write", "endings", ""]]
     for kind in FORMATS.values():
-        able = ["yes" if way is not None else "-" for way in (kind.read, kind.write)]
+        able = ["yes" if function is not None else "-" for function in (kind.read, kind.write)]
         rows.append([kind.name, *able, " ".join(kind.endings), kind.summary])
     return aligned(rows, left=5)

@@ -1,13 +1,13 @@
-"""Copy a run to another folder, or keep the copy up to date beside training.
+"""Copy a run to another folder, once or continuously during training.
 
-  penstock copy runs/demo backup/demo               once; the plane may be at work
-  penstock copy runs/demo backup/demo               again: only what is new
+  penstock copy runs/demo backup/demo               once; the plane may be running
+  penstock copy runs/demo backup/demo               again: copies only what is new
   penstock copy runs/demo backup/demo --follow      until Ctrl-C, whenever the run has changed
   penstock copy runs/demo moved/demo --same-run     the copy keeps the run's id; its plane must be stopped
 
-TARGET is a new folder, or an earlier copy of the same run that no plane was opened on since. Every frame is compared
-with its digest. `penstock.open(TARGET)` and every command take a copy like any run; its id is new unless --same-run is
-given. What lies beside the plane's folder, such as token exports and checkpoints, is not copied.
+TARGET is a new folder, or an earlier copy of the same run on which no plane was opened since. Every frame is compared
+with its digest. `penstock.open(TARGET)` and every command accept a copy like any run. It has a new id unless --same-run
+is given. Files beside the plane's folder, such as token exports and checkpoints, are not copied.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.commands.which_run import plane_folder
 from penstock.runs import Copied, RunCopy
 
 _REST = 9
-"""Times as long as a round took, the next one is waited for: copying takes a tenth of one core and disk at most."""
+"""Pause this many times as long as the last round took, so that copying uses at most a tenth of a core and disk."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,10 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", type=Path, help="a new folder, or an earlier copy of this run")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--follow", action="store_true", help="keep the copy up to date until interrupted")
-    what.add_argument("--same-run", action="store_true", help="keep the run's id; needs a run that no plane has open")
-    parser.add_argument(
-        "--every", type=float, default=5.0, metavar="S", help="with --follow: seconds between two looks"
-    )
+    what.add_argument("--same-run", action="store_true", help="keep the run's id; the run's plane must be stopped")
+    parser.add_argument("--every", type=float, default=5.0, metavar="S", help="with --follow: seconds between checks")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each round")
 
 
@@ -56,7 +54,7 @@ def _follow(copy: RunCopy, args: argparse.Namespace) -> None:
                 began = time.monotonic()
                 _round(copy, as_json=args.json)
                 rest = max(args.every, _REST * (time.monotonic() - began))
-    except KeyboardInterrupt:  # between two rounds, or in one: the copy is what the last finished round made it
+    except KeyboardInterrupt:  # also in the middle of a round: the copy is as the last complete round left it
         return
 
 
@@ -66,6 +64,6 @@ def _round(copy: RunCopy, *, as_json: bool) -> Copied:
         f"{copy.target}: run {found.run_id[:12]}, up to transaction {found.commits:,}: {found.groups:,} groups "
         f"({size(found.num_bytes)}) copied, {found.freed:,} freed"
     )
-    words = [text, *(f"  not copied: group {group!r}: {why}" for group, why in found.damaged.items())]
-    print(json.dumps(asdict(found)) if as_json else "\n".join(words), flush=True)
+    lines = [text, *(f"  not copied: group {group!r}: {why}" for group, why in found.damaged.items())]
+    print(json.dumps(asdict(found)) if as_json else "\n".join(lines), flush=True)
     return found

@@ -1,16 +1,16 @@
-"""A complete RL run on this machine: watch a tiny policy learn through all of Penstock.
+"""Run complete RL training on this machine: a tiny policy learns through all of Penstock.
 
   penstock demo                       reverse three letters, about a minute on two cores
   penstock demo --chaos               the same, while a random process is killed every few seconds
-  penstock demo --fast                a few steps only: does all of it work on this machine?
+  penstock demo --fast                a few steps only, to see that everything works on this machine
   penstock demo --replay              prioritized replay with reuse instead of a queue
   penstock demo --vision              a tiny vision-language model names colours in drawn images
-  penstock demo --trees               longer prompts, each computed once for all of its rollouts
-  penstock demo --ray                 on a Ray cluster of three nodes on this machine, one of which is lost
+  penstock demo --trees               longer prompts, each computed once for all its rollouts
+  penstock demo --ray                 on a local Ray cluster of three nodes, while one of them is lost
   penstock demo --top-p 0.9           sample with top-p; the trainer normalizes over the same tokens
   penstock demo --write-config my.toml    write every setting to a file, then: penstock train my.toml
 
-A plane, two rollout workers and two trainer ranks run as processes of their own. Nothing is downloaded.
+A plane, two rollout workers and two trainer ranks run as separate processes. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
-from penstock.demo.launch import Chaos, Launcher, Metrics
-from penstock.demo.live_page import watched
-from penstock.demo.screen import killed, screen
+from penstock.demo.launch import Chaos, Launcher
+from penstock.demo.run_files import Metrics
+from penstock.demo.screen import killed, screen, watched
 from penstock.demo.tasks import model_of
 from penstock.errors import ConfigError, MissingExtra
 from penstock.extras import EXTRAS, install
@@ -41,41 +41,37 @@ from penstock.train import PACKED_IMAGES, LossConfig, TaskConfig, TrainConfig, t
 LEARNED = 0.8
 _FAST_STEPS = 5
 _PREAMBLE = 32
-"""Prompts shorter than that are not worth sharing: see `penstock.frames.prefixes.MIN_SHARED`."""
+"""Shorter prompts are not worth sharing: see `penstock.frames.prefixes.MIN_SHARED`."""
 _CHAOS_NEXT = "  penstock demo --chaos             the same while processes are killed"
 _CONFIG_NEXT = "  penstock demo --write-config my.toml && penstock train my.toml"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--folder", type=Path, help="where the run is kept (default: runs/demo-TIME)")
-    parser.add_argument(
-        "--steps", type=_steps, metavar="N", help="train this many steps instead of until it has learned"
-    )
+    parser.add_argument("--folder", type=Path, help="folder of the run (default: runs/demo-TIME)")
+    parser.add_argument("--steps", type=_steps, metavar="N", help="train N steps instead of until it has learned")
     parser.add_argument("--fast", action="store_true", help=f"{_FAST_STEPS} small steps, one worker: a smoke test")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and sampling")
+    parser.add_argument("--seed", type=int, default=0, help="seed for weights, prompts and sampling")
     parser.add_argument("--chaos", action="store_true", help="kill a random process every few seconds")
     parser.add_argument("--replay", action="store_true", help="prioritized replay with reuse instead of a queue")
     parser.add_argument("--vision", action="store_true", help="a vision-language model and images by reference")
-    parser.add_argument("--trees", action="store_true", help="compute a prompt once for all of its rollouts")
-    parser.add_argument(
-        "--ray", action="store_true", help="on a Ray cluster of its own, while one of its nodes is lost"
-    )
+    parser.add_argument("--trees", action="store_true", help="compute a prompt once for all its rollouts")
+    parser.add_argument("--ray", action="store_true", help="on its own Ray cluster, while one of the nodes is lost")
     parser.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens that together reach P"
     )
-    parser.add_argument("--write-config", type=Path, metavar="FILE", help="write the configuration and do not run")
+    parser.add_argument("--write-config", type=Path, metavar="FILE", help="write the configuration and exit")
     parser.add_argument("--json", action="store_true", help="print one JSON line at the end, and nothing else")
 
 
 def _steps(text: str) -> int:
-    """A number of steps, or the words that argparse shows."""
+    """Parse a number of steps for argparse."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}; must be 1 or more, or left out to train until it has learned")
+        raise argparse.ArgumentTypeError(f"{text}; must be 1 or more; leave it out to train until it has learned")
     return int(text)
 
 
 def config_of(args: argparse.Namespace) -> TrainConfig:
-    """The demo's configuration: the defaults of a run, and what makes a tiny policy learn."""
+    """Return the demo's configuration: a run's defaults plus what a tiny policy needs to learn."""
     task = TaskConfig(
         name="color" if args.vision else "reverse",
         top_p=args.top_p,
@@ -93,7 +89,7 @@ def config_of(args: argparse.Namespace) -> TrainConfig:
         target_reward=None if steps else 0.85,
         seed=args.seed,
         checkpoint_every=5 if args.chaos or args.ray else 10,
-        export_every=min(10, steps or 10),  # also the last step of a short run, so that there is one to look at
+        export_every=min(10, steps or 10),  # a short run exports its last step, for the viewer
         model=model_of(task.name),
         loss=LossConfig(entropy_bonus=0.02 if args.vision else 0.01),
         packing=replace(packing, trees=args.trees),
@@ -106,7 +102,7 @@ def config_of(args: argparse.Namespace) -> TrainConfig:
 
 
 def _reuse(groups: int, seed: int) -> Replay:
-    """Each group twice, those with the largest advantages first."""
+    """Train each group twice, those with the largest advantages first."""
     return Replay(
         capacity=4 * groups,
         sampler=Prioritized(0.6),
@@ -135,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_in_ray(config: TrainConfig, goal: float | None, args: argparse.Namespace) -> int:
     if args.chaos:
-        raise ConfigError("--ray and --chaos: a node is lost already; leave one of them out")
+        raise ConfigError("--ray and --chaos: --ray already kills a node; use one of them")
     print("penstock demo: starting; loading Ray and the model takes a few seconds", file=sys.stderr, flush=True)
     from penstock.demo.ray_nodes import NodeLoss, started
 
@@ -143,7 +139,7 @@ def _run_in_ray(config: TrainConfig, goal: float | None, args: argparse.Namespac
     with (
         redirect_stdout(aside),
         started(config) as (run, cluster),
-    ):  # what Ray says of a lost node is no part of the JSON
+    ):  # Ray prints warnings about the lost node to stdout, and they must not end up in the JSON
         launcher = NodeLoss(run, cluster)
         return run_config(run, goal=goal, launcher=launcher, following=(_CONFIG_NEXT,), as_json=args.json, out=out)
 
@@ -160,10 +156,11 @@ def run_config(
     launcher: Launcher | None = None,
     out: TextIO | None = None,
 ) -> int:
-    """Run a configuration to its end and say what came of it: `goal` is the reward it should reach, if any.
+    """Run a configuration to its end and print the result. Returns the exit code.
 
-    `name` is that of the command; `following` are commands to show as what to try next; `announce` is said when
-    nothing stands in the run's way; the end is said to `out`, or as usual.
+    `goal` is the reward it should reach, if any. `name` is the command's name, `following` are commands to suggest at
+    the end, `announce` is printed once the checks before the start have passed, and `out` receives the result instead
+    of standard output.
     """
     began = time.monotonic()
     absent = [module for module in EXTRAS["demo"].modules if find_spec(module) is None]
@@ -192,7 +189,7 @@ def run_config(
 
 
 def summary(config: TrainConfig, status: dict[str, Any], seconds: float, goal: float | None) -> dict[str, Any]:
-    """What a run came to; `learned` is None where there was no goal."""
+    """Summarize a run as plain data. `learned` is None without a goal."""
     rows = Metrics(Path(config.folder) / "metrics.jsonl").read()
     rewards = [row["train/reward"] for row in rows if row.get("train/reward") is not None]
     last = sum(rewards[-10:]) / max(len(rewards[-10:]), 1)
@@ -216,7 +213,7 @@ def _summed(rows: list[dict[str, float]], name: str) -> int:
 
 def _closing(report: dict[str, Any], config: TrainConfig, following: tuple[str, ...]) -> str:
     ledger, gap = report["ledger"], report["on_policy_gap"]
-    verdict = {True: "It learned", False: "It did not learn in time", None: "It is trained"}[report["learned"]]
+    verdict = {True: "It learned", False: "It did not learn in time", None: "Training finished"}[report["learned"]]
     lines = [
         "",
         f"{verdict}: reward {report['reward_first']:.2f} -> {report['reward_last']:.2f} "
@@ -230,7 +227,7 @@ def _closing(report: dict[str, Any], config: TrainConfig, following: tuple[str, 
             + ("every one accounted for." if ledger["balanced"] else "NOT BALANCED.")
         )
     if (distinct := _trained_once(ledger)) and ledger["uses"] > distinct:
-        lines.append(f"Replay: a sample that was trained was used {ledger['uses'] / distinct:.2f} times on average.")
+        lines.append(f"Replay: each trained sample was used {ledger['uses'] / distinct:.2f} times on average.")
     if gap is not None:
         lines.append(f"Trainer and sampler agree on the first step to {gap:.1e} in log-probability.")
     if report["shared_tokens"]:
@@ -239,25 +236,25 @@ def _closing(report: dict[str, Any], config: TrainConfig, following: tuple[str, 
             "micro-batch share them."
         )
     if report.get("kills"):
-        lines.append(f"Meanwhile {killed(report['kills'])} were killed, and replaced.")
+        lines.append(f"Meanwhile {killed(report['kills'])} were killed and replaced.")
     lines += [f"Everything is in {config.folder}.", "", "Next:"]
     todo = [f"  penstock view {config.folder}          look at the tokens", *following]
     return "\n".join([*lines, *(line.replace("penstock ", f"{command()} ") for line in todo)])
 
 
 def _trained_once(ledger: dict[str, Any]) -> int:
-    """How many samples are or were in steps, each counted once."""
+    """Count the samples that are or were in steps, each once however often it was trained."""
     return sum(ledger.get(name, 0) for name in ("scheduled", "delivered", "committed"))
 
 
 def command() -> str:
-    """How to call us from this shell: by name where that finds us, else as we were called."""
+    """Return how to call `penstock` from this shell: by name if it is on the PATH, else by the path used now."""
     called = Path(sys.argv[0])
     return str(called) if called.name == "penstock" and shutil.which("penstock") is None else "penstock"
 
 
 def _dropped(reasons: dict[str, int]) -> str:
-    """How many samples were dropped, and why.
+    """Say how many samples were dropped, by reason.
 
     >>> _dropped({"stale": 1200, "evicted": 3})
     '1,203 dropped (3 evicted, 1,200 stale)'

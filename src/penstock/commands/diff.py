@@ -1,4 +1,4 @@
-"""Where two recorded runs first differ: step, sample, token and column, in one sentence.
+"""Find where two recorded runs first differ: step, sample, token and column, in one sentence.
 
   penstock diff runs/a runs/b                 all finished steps
   penstock diff runs/a runs/b --step 12       one step; --json for programs, --view to open the viewer there
@@ -14,18 +14,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from penstock.commands.tables import printable
 from penstock.commands.view import open_library, port, serve
 from penstock.commands.which_run import RUN_HELP, export_folder
+from penstock.server import printable
 from penstock.view import Export, Library, Parting, compare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="RUN_A", help=RUN_HELP)
-    parser.add_argument("b", metavar="RUN_B", help="another")
+    parser.add_argument("b", metavar="RUN_B", help="the other run")
     parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for planes that need one")
     parser.add_argument("--step", type=int, help="compare this step only")
-    parser.add_argument("--run", dest="of_run", help="the run, where the folders hold several")
+    parser.add_argument("--run", dest="of_run", help="the run, if the folders hold several")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--view", action="store_true", help="open both runs in the viewer, where they differ")
     parser.add_argument("--tokenizer", type=Path, help="for --view: a folder with tokenizer.json")
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def place(library: Library, parting: Parting, run: str | None) -> dict[str, Any]:
-    """Where the viewer opens: the sample's number in the list of whichever run has it."""
+    """Return where the viewer opens: the sample's index in the first run that has it."""
     for name, export in library.exports.items():
         chosen = export.choose(run)
         if parting.step is None or parting.step not in [step.number for step in export.steps(chosen)]:

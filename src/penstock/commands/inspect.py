@@ -1,9 +1,9 @@
-"""Show what a frame or a run's folder holds, without changing either.
+"""Show the contents of a frame or of a run's folder. Read-only.
 
-penstock inspect group.frame                         samples, columns, how each is coded, bytes
+penstock inspect group.frame                         samples, columns, codings, bytes
 penstock inspect group.frame --json | jq .columns
 penstock inspect groups.penstock                     a file of several frames: one line each
-penstock inspect runs/demo                           ledger, steps, groups, sizes; also while a plane works on it
+penstock inspect runs/demo                           ledger, steps, groups, sizes; also while its plane is running
 penstock inspect runs/demo --json | jq .ledger
 penstock inspect runs/demo --plot step.svg           the last step: ranks by micro-batches, waiting, shared tokens
 penstock inspect group.frame --plot group.png --ranks 8 --trees
@@ -13,17 +13,24 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.arrays import known
-from penstock.commands.tables import aligned, printable
+from penstock.commands.tables import aligned, ledger_line, over_length_line, reasons_line, size
 from penstock.commands.which_run import RUN_HELP, plane_folder
-from penstock.errors import InvalidInput
-from penstock.frames import NAMES, PREFIX_SIZE, Block, Head, describe, frame_size
+from penstock.errors import CorruptFrame, InvalidInput
+from penstock.frames import NAMES, PREFIX_SIZE, Block, Head, decode, describe, frame_size, raw_frames
+from penstock.server import printable
+
+if TYPE_CHECKING:
+    from penstock.packing import Cost, RankPlan
 
 _SHOWN = 20
+"""Rows of a table for people; `--json` lists all."""
 _NUMBERS = ("tokens", "loss_tokens", "policy_version")
+_COUNTS = ("samples", "tokens", "loss_tokens", "bytes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a packed step to an .svg or .png file")
-    parser.add_argument("--step", type=int, help="of a run: the step to draw; the last one unless given")
-    parser.add_argument("--ranks", type=int, default=8, help="of a frame: ranks to pack it for (8)")
-    parser.add_argument("--cap", type=int, metavar="TOKENS", help="of a frame: tokens of a micro-batch (its longest)")
-    parser.add_argument("--trees", action="store_true", help="of a frame: compute what its samples share once")
+    parser.add_argument("--step", type=int, help="for a run: the step to draw (default: the last)")
+    parser.add_argument("--ranks", type=int, default=8, help="for a frame: ranks to pack it for (8)")
+    parser.add_argument("--cap", type=int, metavar="TOKENS", help="for a frame: tokens per micro-batch (its longest)")
+    parser.add_argument("--trees", action="store_true", help="for a frame: compute shared prefixes once")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,30 +59,25 @@ def run(args: argparse.Namespace) -> int:
 
 def _of_frame(frame: Path, args: argparse.Namespace) -> str:
     if args.plot is not None:
-        from penstock.commands.inspect_plot import plot_frame
-
         return plot_frame(frame, args.plot, ranks=args.ranks, cap=args.cap, trees=args.trees)
     data = frame.read_bytes()
     if len(data) > frame_size(data[:PREFIX_SIZE]):
-        from penstock.commands.inspect_frames import report_of
-
-        return report_of(frame, as_json=args.json)
+        return frames_report(frame, as_json=args.json)
     report = inspect_frame(data)
-    return json.dumps(report, indent=1) if args.json else _text(report)
+    return json.dumps(report, indent=1) if args.json else _frame_text(report)
 
 
 def _of_run(folder: Path, args: argparse.Namespace) -> str:
     if args.plot is not None:
-        from penstock.commands.inspect_plot import plot_run
-
         return plot_run(folder, args.plot, step=args.step)
-    from penstock.commands import inspect_run  # frames are looked at without loading the plane
+    return run_report(folder, as_json=args.json)
 
-    return inspect_run.report(folder, as_json=args.json)
+
+# ------------------------------------------------------------------ one frame
 
 
 def inspect_frame(data: bytes) -> dict[str, Any]:
-    """What `penstock inspect` shows, as plain data."""
+    """Return a frame's contents as plain data: what `penstock inspect --json` prints."""
     front, samples, used = describe(data)
     codings = _codings(front)
     columns = [
@@ -83,10 +85,10 @@ def inspect_frame(data: bytes) -> dict[str, Any]:
             "name": name,
             "coding": codings[name],
             "dtype": samples.columns[name].values.dtype.str if name in samples.columns else None,
-            "bytes": size,
-            "bytes_per_token": round(size / max(samples.num_tokens, 1), 4),
+            "bytes": num_bytes,
+            "bytes_per_token": round(num_bytes / max(samples.num_tokens, 1), 4),
         }
-        for name, size in used.most_common()
+        for name, num_bytes in used.most_common()
     ]
     rows = zip(
         samples.ids,
@@ -130,7 +132,7 @@ def _name(block: Block) -> str:
     return f"{name} ({', '.join(inner)})" if inner else name
 
 
-def _text(report: dict[str, Any]) -> str:
+def _frame_text(report: dict[str, Any]) -> str:
     columns = [[c["name"], c["coding"], f"{c['bytes']:,}", f"{c['bytes_per_token']:g}"] for c in report["columns"]]
     rows = [
         [
@@ -151,3 +153,163 @@ def _text(report: dict[str, Any]) -> str:
             *([f"... and {hidden} more; --json lists all"] if hidden else []),
         ]
     )
+
+
+# ------------------------------------------------------------------ a file of frames
+
+
+def frames_report(path: Path, *, as_json: bool) -> str:
+    """Return the text or JSON for a file of several frames."""
+    frames = inspect_frames(path)
+    sums = {name: sum(frame[name] for frame in frames) for name in _COUNTS}
+    sums["bytes_per_token"] = round(sums["bytes"] / max(sums["tokens"], 1), 4)
+    if as_json:
+        columns = Counter(name for frame in frames for name in frame["columns"])
+        return json.dumps({"frames": len(frames), **sums, "columns": dict(columns), "rows": frames}, indent=1)
+    rows = [
+        [str(i), printable(frame["group"]), *(f"{frame[name]:,}" for name in _COUNTS)]
+        for i, frame in enumerate(frames[:_SHOWN])
+    ]
+    hidden = len(frames) - len(rows)
+    return "\n".join(
+        [
+            f"{len(frames)} frames, {sums['samples']:,} samples, {sums['tokens']:,} tokens "
+            f"({sums['loss_tokens']:,} trained), {sums['bytes']:,} bytes, {sums['bytes_per_token']} B/token",
+            "",
+            *aligned([["frame", "group", "samples", "tokens", "trained", "bytes"], *rows], left=2),
+            *([f"... and {hidden} more; --json lists all"] if hidden else []),
+        ]
+    )
+
+
+def inspect_frames(path: Path) -> list[dict[str, Any]]:
+    """Summarize each frame as plain data. Holds one frame in memory at a time."""
+    found: list[dict[str, Any]] = []
+    with path.open("rb") as file:
+        for number, data in enumerate(raw_frames(file, name=str(path))):
+            try:
+                samples = decode(data)
+            except CorruptFrame as error:
+                raise CorruptFrame(f"{path} frame {number}: {error}") from None
+            found.append(
+                {
+                    "group": samples.text["group"][0] if len(samples) else "",
+                    "samples": len(samples),
+                    "tokens": samples.num_tokens,
+                    "loss_tokens": int(samples.loss_tokens.sum()),
+                    "bytes": len(data),
+                    "columns": list(samples.columns),
+                }
+            )
+    return found
+
+
+# ------------------------------------------------------------------ a run
+
+
+def run_report(folder: Path, *, as_json: bool) -> str:
+    """Return the text or JSON for a run's folder. JSON lists every step and every group."""
+    from penstock.runs import read_run  # not needed for frames
+
+    if as_json:
+        return json.dumps(read_run(folder), indent=1)
+    return _run_text(read_run(folder, steps=_SHOWN, groups=_SHOWN))
+
+
+def _run_text(found: dict[str, Any]) -> str:
+    ledger = found["ledger"]
+    files = ", ".join(f"{name} {size(count)}" for name, count in found["files"].items())
+    lines = [
+        f"run in {found['folder']}: epoch {found['epoch']}, session {found['session']}, next step "
+        f"{found['next_step']}, policy version {found['policy_version']}",
+        f"ledger     {ledger_line(ledger)}",
+        f"trained    {ledger['uses']:,} uses of samples",
+        f"discarded  {reasons_line(ledger['discarded'])} (before they were put)",
+        *_too_long(ledger["over_length"]),
+        f"groups     {found['num_groups']:,}, {found['num_tokens']:,} tokens; {found['held_groups']:,} held",
+        f"bytes      {size(found['frame_bytes'])} of frames kept, {size(found['held_bytes'])} not yet trained; {files}",
+    ]
+    return "\n".join(printable(line) for line in [*lines, *_steps(found["steps"]), *_groups(found)])
+
+
+def _too_long(counts: dict[str, int]) -> list[str]:
+    return [f"too long   {over_length_line(counts)}"] if any(counts.values()) else []
+
+
+def _steps(steps: list[dict[str, Any]]) -> list[str]:
+    if not steps:
+        return []
+    head = ["step", "state", "groups", "samples", "tokens", "trained", "staleness", "digest of rank 0"]
+    rows = [
+        [
+            f"{s['step']}",
+            s["state"],
+            f"{s['groups']}",
+            f"{s['samples']:,}",
+            f"{s['tokens']:,}",
+            f"{s['loss_tokens']:,}",
+            f"{s['staleness']['mean']:.1f}, at most {s['staleness']['max']}",
+            s["digests"][0][:16] if s["digests"] else "",
+        ]
+        for s in steps
+    ]
+    first = steps[0]["step"]
+    more = [f"... and the steps before {first}; --json lists all"] if first > 1 else []
+    return ["", *aligned([head, *rows], left=2), *more]
+
+
+def _groups(found: dict[str, Any]) -> list[str]:
+    groups = found["groups"]
+    if not groups:
+        return []
+    head = ["group", "state", "samples", "tokens", "bytes", "version", "uses"]
+    rows = [
+        [
+            printable(g["id"])[:60],
+            f"{g['state']} ({g['reason']})" if g["reason"] else g["state"],
+            f"{g['samples']}",
+            f"{g['tokens']:,}",
+            f"{g['size']:,}",
+            f"{g['policy_version']}",
+            f"{g['uses']}",
+        ]
+        for g in groups
+    ]
+    hidden = found["num_groups"] - len(groups)
+    more = [f"... and {hidden:,} groups before them; --json lists all"] if hidden else []
+    return ["", *aligned([head, *rows], left=2), *more]
+
+
+# ------------------------------------------------------------------ pictures
+
+
+def plot_frame(frame: Path, picture: Path, *, ranks: int, cap: int | None, trees: bool) -> str:
+    """Draw the samples of a frame as one packed step. Returns a sentence about it."""
+    from penstock.packing import Packing, pack_with
+
+    samples = decode(frame.read_bytes())
+    longest = int(samples.lengths.max(initial=1))
+    packing = Packing(ranks=ranks, seq_len=longest, micro_batch_max_tokens=cap, long_rows=True, trees=trees)
+    step = pack_with(packing, samples)
+    title = f"{frame.name}, {ranks} ranks{', trees' if trees else ''}"
+    return _drawn(title, [rank.rank_plan for rank in step.ranks], packing.cost, picture)
+
+
+def plot_run(folder: Path, picture: Path, *, step: int | None) -> str:
+    """Draw a step of a run; by default the last one whose plan still exists."""
+    from penstock.packing import Cost, RankPlan
+    from penstock.runs import planned_step
+
+    number, plans = planned_step(folder, step)
+    return _drawn(f"step {number}", [RankPlan.from_bytes(data) for data in plans], Cost(), picture)
+
+
+def _drawn(title: str, plans: list[RankPlan], cost: Cost, picture: Path) -> str:
+    from penstock.view import draw, timing_of
+
+    if not plans or not len(plans[0]):
+        raise InvalidInput(f"{title}: no micro-batches; there is nothing to draw")
+    draw({title: timing_of(plans, cost)}, picture)
+    total = plans[0].accounting.total
+    shared = f", {total.shared_tokens:,} not computed twice" if total.shared_tokens else ""
+    return f"{picture}: {title}, {total.samples:,} samples, {total.tokens:,} tokens{shared}"

@@ -1,13 +1,13 @@
-"""Make CURVE keys: who may connect to a plane that other hosts can reach.
+"""Create CURVE keys for a plane that other hosts can reach: only their owners may connect.
 
   penstock keys runs/keys                          a pair for the plane and one for its clients
   penstock keys runs/keys --client trainer --client workers --writer loader
   penstock serve runs/demo --keys runs/keys --listen tcp://0.0.0.0:7440 ...
 
-On a folder that has the plane's pair already, only those named are added. Existing keys are never replaced.
-With a writer's key a trusted worker writes frames to storage itself and vouches for their metadata. With a client's key
-a process sends its frames to the plane, which checks them: give that to workers that run generated code.
-To revoke a client, remove its file from allowed/ and start the plane again; for a writer, from writers/.
+In a folder that already has the plane's pair, only the named keys are added. Existing keys are never replaced.
+With a writer's key a trusted worker writes frames to storage itself, and the plane trusts the metadata it sends. With
+a client's key a process sends its frames to the plane, which checks them: use that for workers that run generated
+code. To revoke a client, remove its file from allowed/ (a writer's: from writers/) and restart the plane.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ def run(args: argparse.Namespace) -> int:
     for flag, names in (("--client", clients), ("--writer", writers)):
         for name in names:
             if not _NAME.fullmatch(name) or name == "plane":
-                raise ConfigError(f"{flag} {name!r}: must be letters, digits, and _ . - inside; 'plane' is taken")
+                raise ConfigError(f"{flag} {name!r}: must be letters, digits, and _ . - inside; 'plane' is reserved")
     both = sorted(set(clients) & set(writers))
     if both:
-        raise ConfigError(f"--writer {both[0]!r}: a client has that name; give each its own")
+        raise ConfigError(f"--writer {both[0]!r}: a client has the same name; choose another")
     has_plane = (args.folder / "plane.secret").exists()
     if has_plane and not clients and not writers:
         how = "name the clients to add with --client NAME, writers with --writer NAME"
-        raise ConfigError(f"{args.folder}: has keys already; {how}")
+        raise ConfigError(f"{args.folder}: already has keys; {how}")
     if not has_plane:
         clients = clients or ("client",)
     try:
         made = make_keys(args.folder, clients, writers=writers, plane=not has_plane)
     except OSError as error:
-        raise ConfigError(f"{args.folder}: {error.strerror}; give a folder that can be made and written") from None
+        raise ConfigError(f"{args.folder}: {error.strerror}; give a folder that can be created and written") from None
     print(json.dumps({"made": [str(path) for path in made]}) if args.json else _text(args.folder, made))
     return 0
 

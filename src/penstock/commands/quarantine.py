@@ -1,11 +1,11 @@
-"""The groups that no step could be made with: list them, let one wait for training again, or give it up.
+"""Groups in quarantine, which no step could use: list them, release one for training, or drop it.
 
-  penstock quarantine runs/mine                                 what is set aside, and why
-  penstock quarantine runs/mine --release prompt-17#3f          it waits for training again, at the next start
-  penstock quarantine tcp://127.0.0.1:7440 --drop prompt-17#3f  a plane at work gives it up now
+  penstock quarantine runs/mine                                 list them, with the reasons
+  penstock quarantine runs/mine --release prompt-17#3f          back to training, from the next start of the plane
+  penstock quarantine tcp://127.0.0.1:7440 --drop prompt-17#3f  a running plane drops it now
 
-With a run's folder the plane must not be at work for --release and --drop; with an address it must. A group that is
-released and still does not go with the others is set aside again.
+--release and --drop need a stopped plane when you give the run's folder, and a running one when you give its address.
+A released group that still does not fit the others is quarantined again.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from penstock.server import printable
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("where", metavar="RUN", help=RUN_HELP)
     choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--release", metavar="ID", help="let this group wait for training again")
-    choice.add_argument("--drop", metavar="ID", help="give this group up; it is counted as dropped")
+    choice.add_argument("--release", metavar="ID", help="return this group to training")
+    choice.add_argument("--drop", metavar="ID", help="drop this group; the ledger counts it as dropped")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
 

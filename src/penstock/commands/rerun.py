@@ -1,16 +1,16 @@
-"""Feed a run into a plane again, or decide it again and compare its steps with what its log says.
+"""Put a recorded run into a plane again, or repeat its decisions and compare the steps with its log.
 
-  penstock rerun runs/demo                              what the run still has
+  penstock rerun runs/demo                              show what the run still has
   penstock rerun runs/demo --verify                     read every frame; exit 1 if one is damaged
-  penstock rerun runs/demo --diff                       make a plane with the recorded settings, put the same groups,
-                                                         compare the digests of every step; exit 1 if one differs,
-                                                         and say which
-  penstock rerun runs/demo --plane tcp://HOST:7440      put the groups in their order, with their times between
+  penstock rerun runs/demo --diff                       open a plane with the recorded settings, put the same groups and
+                                                         compare the digests of every step; exit 1 and name the first
+                                                         step that differs
+  penstock rerun runs/demo --plane tcp://HOST:7440      put the groups in order, at their original pace
   penstock rerun runs/demo --plane tcp://HOST:7440 --as-fast-as-possible
 
-A run that is started with retain="all" has all of it (docs/archive.md); any other has its last steps. Its plane may be
-at work: frames that are freed meanwhile are counted. Groups keep their ids, so a replay that was interrupted is started
-again: a plane takes no group twice.
+A run started with retain="all" has everything (docs/archive.md); any other has its last steps. Its plane may be
+running: frames that are freed in the meantime are counted. Groups keep their ids and a plane accepts no group twice, so
+an interrupted rerun can simply be started again.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("where", metavar="RUN", help=RUN_HELP)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--plane", metavar="URL", help="put the groups into this plane")
-    what.add_argument("--diff", action="store_true", help="decide the run again, and compare the digests of its steps")
+    what.add_argument("--diff", action="store_true", help="repeat the run's decisions and compare its steps")
     what.add_argument("--verify", action="store_true", help="read every frame and compare its checksum")
     pace = parser.add_mutually_exclusive_group()
-    pace.add_argument("--speed", type=float, default=1.0, metavar="X", help="times as fast as it was (default 1)")
+    pace.add_argument("--speed", type=float, default=1.0, metavar="X", help="X times the original pace (default 1)")
     pace.add_argument("--as-fast-as-possible", action="store_true", help="wait for nothing but the plane")
     parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="for --diff: keep the plane there, in a new folder")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="for --diff: a new folder for the plane")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -54,13 +54,13 @@ def run(args: argparse.Namespace) -> int:
     if args.diff:
         return _diff(recorded, args)
     if args.verify:
-        recorded.verify()  # counts what is gone, too
-    _print(summary(recorded), words(recorded, verified=args.verify), as_json=args.json)
+        recorded.verify()  # also counts the frames that are gone
+    _print(summary(recorded), text(recorded, verified=args.verify), as_json=args.json)
     return 0
 
 
 def summary(recorded: RecordedRun) -> dict[str, Any]:
-    """What a run still has, as plain data."""
+    """Summarize what a run still has, as plain data."""
     times = [entry.at for entry in recorded.groups.values() if entry.at]
     return {
         "run": recorded.run,
@@ -80,7 +80,7 @@ def summary(recorded: RecordedRun) -> dict[str, Any]:
     }
 
 
-def words(recorded: RecordedRun, *, verified: bool) -> str:
+def text(recorded: RecordedRun, *, verified: bool) -> str:
     found = summary(recorded)
     lines = [
         f"run {found['run']!r} ({found['run_id'][:12]}): {found['steps']:,} steps, {found['groups']:,} groups "
@@ -93,9 +93,9 @@ def words(recorded: RecordedRun, *, verified: bool) -> str:
         plans = found["steps"] - found["planned_steps"]
         lines.append(f"  freed: frames of {found['freed']:,} groups, plans of {plans:,} steps")
     if found["gone"]:
-        lines.append(f"  freed while they were read: frames of {found['gone']:,} groups")
+        lines.append(f"  freed during the read: frames of {found['gone']:,} groups")
     if verified:
-        lines.append(f"  {found['groups']:,} frames read: all as written")
+        lines.append(f"  {found['groups']:,} frames read, all intact")
     return "\n".join(lines)
 
 
@@ -109,9 +109,9 @@ def _feed(recorded: RecordedRun, args: argparse.Namespace) -> int:
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
     late = f"; the last {fed.late_s:.1f} s late" if fed.late_s > 1 else ""
-    gone = f", {fed.gone:,} were freed meanwhile" if fed.gone else ""
-    text = f"{fed.groups:,} groups put, {fed.known:,} were there already{gone}, {size(fed.num_bytes)}{late}"
-    _print(asdict(fed), text, as_json=args.json)
+    gone = f", {fed.gone:,} freed in the meantime" if fed.gone else ""
+    message = f"{fed.groups:,} groups put, {fed.known:,} were already there{gone}, {size(fed.num_bytes)}{late}"
+    _print(asdict(fed), message, as_json=args.json)
     return 0
 
 

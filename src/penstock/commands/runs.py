@@ -1,13 +1,13 @@
-"""List and delete runs that are kept in a database, a bucket or a folder.
+"""List and delete the runs in a database, a bucket or a folder.
 
   penstock runs list postgresql://me@db/runs            every run with its log there, and where its frames are
   penstock runs list s3://bucket/experiments            every run with its frames there
-  penstock runs list runs                               the same of a folder
-  penstock runs delete postgresql://me@db/runs#demo     its log and its frames, after asking
+  penstock runs list runs                               the same for a folder
+  penstock runs delete postgresql://me@db/runs#demo     delete its log and its frames, after asking
 
-A run that a plane has open is not deleted. Frames are deleted only where the storage says that they are that run's. A
-run with an SQLite log is a folder: stop its plane and remove the folder. Storage whose log is gone may still be of use
-to `penstock storage recover`, so no command here deletes it.
+A run that a plane has open is not deleted. Frames are deleted only if the storage's marker names the same run. A run
+with an SQLite log is a folder: stop its plane and remove the folder. Storage whose log is gone may still be used by
+`penstock storage recover`, so no command here deletes it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from penstock.commands.tables import aligned, printable, size
+from penstock.commands.tables import aligned, size
 from penstock.errors import InvalidInput
 from penstock.extras import require
 from penstock.log import is_postgres, split_run
+from penstock.server import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +77,7 @@ def _sizes(one: dict[str, Any]) -> list[str]:
 
 
 def _delete(args: argparse.Namespace) -> int:
-    """Delete frames first: a deletion that is interrupted leaves a log that says where the rest is."""
+    """Delete the frames, then the log: after an interruption the log still says where the rest is."""
     if not is_postgres(args.where):
         raise InvalidInput(f"{args.where}: give postgresql://USER@HOST/DB#RUN; a run with an SQLite log is a folder")
     require("postgresql://", "psycopg")
@@ -109,10 +110,10 @@ def _ask(args: argparse.Namespace, what: str) -> None:
     if args.yes:
         return
     if not sys.stdin.isatty():
-        raise InvalidInput(f"to {printable(what)}, give --yes")
+        raise InvalidInput(f"to {printable(what)}, pass --yes")
     if input(f"{printable(what)}? [y/N] ").strip().lower() != "y":
         raise InvalidInput("nothing was deleted")
 
 
-def _say(args: argparse.Namespace, found: dict[str, Any], words: str) -> None:
-    print(json.dumps(found) if args.json else printable(words))
+def _say(args: argparse.Namespace, found: dict[str, Any], message: str) -> None:
+    print(json.dumps(found) if args.json else printable(message))

@@ -4,16 +4,16 @@
   penstock serve --run demo --log postgresql://me@db/runs --storage s3://bucket/demo --ranks 2 ...
                                                without a folder: it can be started on any host
   penstock serve --write-config plane.toml     every setting, with its default and what it does
-  penstock serve --config plane.toml           the same from a file; words on the command line win
+  penstock serve --config plane.toml           settings from a file; the command line overrides them
   penstock serve --config plane.toml --set timeouts.peer_s=5 --set replay.sampler=uniform
   penstock serve /shared/demo --ray demo --ranks 2 --seq-len 4096 --groups-per-step 4
                                                start it in a Ray cluster, where it stays; --ray demo --end ends it
 
-It prints where it listens, and the line that a rank and a worker need. SIGTERM ends it within 10 s; nothing that
-was acknowledged is lost, and a plane started again on the same folder goes on where this one was.
+Prints where it listens, and the line of code that a rank and a worker need. SIGTERM ends it within 10 s. Nothing
+acknowledged is lost, and a plane started on the same folder continues from there.
 
 Exit codes: 0 ended by SIGTERM or Ctrl-C; 1 did not start; 2 bad command line; 3 failed beyond repair (see the log);
-4 another plane took the run over; 137 killed, by the watchdog if the log says so; 143 asked twice to end.
+4 another plane took over the run; 137 killed, by the watchdog if the log says so; 143 asked twice to end.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _TARGETS = ("groups", "samples", "tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", help='where the run is kept; "memory:" keeps nothing')
+    parser.add_argument("folder", nargs="?", help='folder of the run; "memory:" stores nothing on disk')
     parser.add_argument("--config", type=Path, metavar="FILE", help="read settings from a TOML file")
-    parser.add_argument("--write-config", type=Path, metavar="FILE", help="write a commented TOML file and end")
-    parser.add_argument("--parent", type=int, metavar="PID", help="end when this process, which started us, ends")
+    parser.add_argument("--write-config", type=Path, metavar="FILE", help="write a commented TOML file and exit")
+    parser.add_argument("--parent", type=int, metavar="PID", help="end when this process ends; must be our parent")
     parser.add_argument("--json", action="store_true", help="print where it listens as one line of JSON")
-    parser.add_argument("--ray", metavar="NAME", help="start it as an actor of the Ray cluster that this host is in")
+    parser.add_argument("--ray", metavar="NAME", help="start it as an actor in this host's Ray cluster")
     parser.add_argument("--end", action="store_true", help="with --ray: end it")
     add_flags(parser, ServerSettings, without=("folder",))
 
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _in_ray(args: argparse.Namespace, given: Given) -> int:
-    """Start a plane in the cluster, or end one; it does not need us."""
+    """Start a plane in the cluster, or end one. It keeps running when this process exits."""
     from penstock.ray import end_ray, open_given
 
     address = f"ray://{args.ray}"
@@ -82,21 +82,21 @@ def _in_ray(args: argparse.Namespace, given: Given) -> int:
 
 
 def given_by(args: argparse.Namespace) -> Given:
-    """What the file says, then flags, then --set."""
+    """Collect settings: from the file, then flags, then --set. Later ones win."""
     given = Given() if args.config is None else read_settings(args.config)
     if args.folder is not None:
         given.set("folder", args.folder)
     targets = [f"--{unit}-per-step" for unit in _TARGETS if getattr(args, f"setting_{unit}_per_step") is not None]
     if len(targets) > 1:
-        raise ConfigError(f"{' and '.join(targets)}: give exactly one; it says when a step is complete")
+        raise ConfigError(f"{' and '.join(targets)}: give exactly one; it decides when a step is complete")
     if targets:
-        given.tables["target"] = {}  # what the file said no longer counts
+        given.tables["target"] = {}  # the flag replaces all of the file's [target]
     read_flags(args, ServerSettings, given, without=("folder",))
     return given
 
 
 def _check_given(tables: dict[str, Any]) -> None:
-    """Name the flag, not the key, for what a newcomer leaves out."""
+    """Raise for missing settings, naming the flags: a newcomer does not know the keys of the file."""
     flags = {
         "folder": "the run's FOLDER, or --log and --storage",
         "packing": "--ranks and --seq-len",
@@ -141,15 +141,15 @@ def _say_json(ready: Ready) -> None:
 
 def _rank_line(ready: Ready) -> str:
     replica = f", replica=REPLICA, replicas={ready.replicas}" if ready.replicas > 1 else ""
-    return f"source = ps.connect({_place(ready)}, rank=RANK, world={ready.ranks}{replica})"
+    return f"source = ps.connect({_arguments(ready)}, rank=RANK, world={ready.ranks}{replica})"
 
 
 def _worker_line(ready: Ready) -> str:
-    return f"plane = ps.open({_place(ready)})"
+    return f"plane = ps.open({_arguments(ready)})"
 
 
-def _place(ready: Ready) -> str:
-    """The first address, as another host would write it, and the keys it needs."""
+def _arguments(ready: Ready) -> str:
+    """Return the first address as another host writes it, and the keys argument if it needs one."""
     url = (
         ready.urls[0]
         .replace("//0.0.0.0:", f"//{socket.gethostname()}:")

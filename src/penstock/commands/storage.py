@@ -1,16 +1,16 @@
-"""Compare a run's log with its storage, put back what the log has lost, or let a run forget.
+"""Compare a run's log with its storage, recover groups that the log has lost, or forget old groups.
 
   penstock storage check runs/mine                  read every frame; exit 1 if one is missing or damaged
-  penstock storage check runs/mine --fast           look at sizes only
-  penstock storage recover runs/mine                say what would be done, ask, do it
+  penstock storage check runs/mine --fast           compare sizes only
+  penstock storage recover runs/mine                show what would be done, ask, do it
   penstock storage recover runs/mine --step 501     the trainer's checkpoint is of step 500
   penstock storage recover runs/old --into runs/new copy the groups of an old folder, an archive or any files
-  penstock storage forget runs/mine                 end retain="all": keep from now on what retain_steps says
+  penstock storage forget runs/mine                 end retain="all": from now on keep only retain_steps steps
 
-`check` changes nothing, and a plane may be at work on the run. `recover` needs the plane to be stopped. It deletes
-nothing: the log, its witness and the marker are copied to before-recover-1/ in the run's folder first. docs/storage.md
-says what lies where, and what to do when a plane refuses to start. `forget` needs the plane to be stopped too; it says
-how much would be freed, and asks. The next plane that is started on the folder frees the frames.
+`check` changes nothing, and the run's plane may be running. `recover` needs the plane to be stopped. It deletes
+nothing: the log, its witness and the marker are first copied to before-recover-1/ in the run's folder. docs/storage.md
+explains the files, and what to do when a plane does not start. `forget` needs the plane to be stopped too. It shows how
+much would be freed and asks. The next plane on the folder frees the frames.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.commands.tables import aligned, printable, size
-from penstock.commands.which_run import folder_for
+from penstock.commands.tables import aligned, size
+from penstock.commands.which_run import folder_for, plane_folder
 from penstock.errors import InvalidInput
 from penstock.log import is_postgres
+from penstock.server import printable
 
 if TYPE_CHECKING:
     from penstock.runs import Plan, Report
 
 _SHOWN = 20
-"""Lines of each kind that are printed for people; `--json` has all of them."""
+"""Lines of each kind that are printed for people; `--json` lists all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,12 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="state",
         choices=["held", "quarantined", "dropped"],
         default="held",
-        help="recover: groups wait for training (the default); or are set aside until `penstock quarantine` releases "
-        "them; or are only known, so that they are not put again, and the next plane frees their frames",
+        help="recover: add groups for training (the default); in quarantine, until `penstock quarantine` releases "
+        "them; or as dropped, so that they are not put again and the next plane frees their frames",
     )
-    parser.add_argument("--step", type=int, metavar="N", help="recover: the step that the trainer goes on with")
+    parser.add_argument("--step", type=int, metavar="N", help="recover: the step at which the trainer continues")
     parser.add_argument(
-        "--policy-version", type=int, metavar="V", help="recover: the version the trainer published last"
+        "--policy-version", type=int, metavar="V", help="recover: the last version the trainer published"
     )
     parser.add_argument("--into", type=Path, metavar="DIR", help="recover: copy all groups into the run in this folder")
 
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """How much was read, on a terminal, a few times a second."""
+    """Shows on a terminal how much was read, five times a second."""
 
     def __init__(self, what: str) -> None:
         self._what, self._bytes, self._shown = what, 0, 0.0
@@ -81,7 +82,7 @@ class _Progress:
 
 
 def _plane_folder(where: str) -> Path:
-    """The folder of a run's plane, whether or not its log is there."""
+    """Return the folder of a run's plane, even if its log is missing."""
     if is_postgres(where):
         return folder_for(where)
     root = Path(where)
@@ -109,33 +110,33 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def check_lines(report: Report) -> list[str]:
-    """A check, for people."""
+    """Format a check's report for people."""
     looked = "sizes compared" if report.fast else "all read"
     rows = [
         ["log", _state(report, "log", f"run {report.run_id[:12]}, epoch {report.epoch}, transaction {report.commits}")],
-        ["marker", _state(report, "marker", _marker_words(report))],
-        ["witness", _state(report, "witness", _witness_words(report))],
+        ["marker", _state(report, "marker", _marker_text(report))],
+        ["witness", _state(report, "witness", _witness_text(report))],
         ["frames", f"{report.frames:,} needed, {size(report.bytes)}, {looked}"],
         ["missing", f"{len(report.missing):,}"],
         ["damaged", f"{len(report.damaged):,}"],
         ["not in the log", "not looked for" if report.fast else f"{report.lost:,} groups"],
         ["unregistered", f"{len(report.unregistered):,} of {report.segments:,} segments"],
-        ["not needed", f"{size(report.dead_bytes)}, {report.pending_frees:,} deletions decided and not done yet"],
+        ["not needed", f"{size(report.dead_bytes)}, {report.pending_frees:,} deletions pending"],
     ]
     lines = [f"{report.folder}, frames in {report.storage}", *aligned(rows, left=2)]
     lines += _some("missing", [f"group {bad.group!r} at {bad.location}: {bad.why}" for bad in report.missing])
     lines += _some("damaged", [f"group {bad.group!r} at {bad.location}: {bad.why}" for bad in report.damaged])
     lines += _some("not in the log", [f"group {group!r}" for group in report.lost_groups])
     lines += _some("unregistered", [f"segment {name}: {size(count)}" for name, count in report.unregistered.items()])
-    lines += _some("no whole frame", report.broken)
+    lines += _some("incomplete frame", report.broken)
     return [*lines, *_advice(report)]
 
 
-def _state(report: Report, name: str, words: str) -> str:
-    return f"WRONG: {report.disagreements[name]}" if name in report.disagreements else words
+def _state(report: Report, name: str, text: str) -> str:
+    return f"WRONG: {report.disagreements[name]}" if name in report.disagreements else text
 
 
-def _marker_words(report: Report) -> str:
+def _marker_text(report: Report) -> str:
     if report.marker is None:
         return "none yet"
     found = (
@@ -144,7 +145,7 @@ def _marker_words(report: Report) -> str:
     return f"{found}; behind the log, as after a kill" if report.marker["epoch"] < report.epoch else found
 
 
-def _witness_words(report: Report) -> str:
+def _witness_text(report: Report) -> str:
     return "none yet" if report.witness is None else f"{report.witness['commits']:,} transactions"
 
 
@@ -156,15 +157,15 @@ def _some(what: str, lines: list[str]) -> list[str]:
 def _advice(report: Report) -> list[str]:
     found = []
     if report.disagreements:
-        found.append("A plane does not start here: put the newest copy back, or see `penstock storage recover --help`.")
+        found.append("A plane does not start here: restore the newest copy, or see `penstock storage recover --help`.")
     if report.missing or report.damaged:
         found.append(
-            "Put these segments back from a copy; otherwise a step that draws one of these groups sets it aside."
+            "Restore these segments from a copy; otherwise a step that draws one of these groups quarantines it."
         )
     if report.lost:
-        found.append("Groups that are in storage and not in the log are added by `penstock storage recover`.")
+        found.append("`penstock storage recover` adds the groups that are in storage and not in the log.")
     if report.unregistered:
-        found.append("While there are unregistered segments nothing is deleted: recover them, or move them away.")
+        found.append("Nothing is deleted while there are unregistered segments: recover them, or move them away.")
     if report.ok and not found:
         found.append("Log and storage agree.")
     return found
@@ -178,7 +179,7 @@ def _recover(args: argparse.Namespace) -> int:
 
     _check_choices(args)
     if not args.into and not args.storage and not _is_run(_plane_folder(args.where)):
-        raise InvalidInput(f"{args.where}: no run in it; give the folder of a run, or where its frames are (--storage)")
+        raise InvalidInput(f"{args.where}: no run in it; give a run's folder, or its frames with --storage")
     folder, progress = _plane_folder(args.where), _Progress("read")
     choices = Choices(state=args.state, step=args.step, policy_version=args.policy_version)
     with nullcontext() if args.into else owning(folder):
@@ -188,7 +189,7 @@ def _recover(args: argparse.Namespace) -> int:
         progress.end()
         if args.step is not None and args.step < plan.next_step:
             raise InvalidInput(
-                f"--step {args.step}: the log is at step {plan.next_step}; a trainer that begins earlier says so itself"
+                f"--step {args.step}: the log is at step {plan.next_step}; a trainer that resumes earlier reports it"
             )
         metadata = plan_metadata(plan, args)
         say: Callable[[str], None] = (lambda _: None) if args.json else print
@@ -203,8 +204,8 @@ def _recover(args: argparse.Namespace) -> int:
         progress = _Progress("written")
         done = recover_into(plan, choices, progress) if args.into else recover(plan, choices, progress)
         progress.end()
-    aside = f" What was there before is in {done.aside}." if done.aside else ""
-    say(f"Done: {done.groups:,} groups were added, as {args.state}. A plane can be started.{aside}")
+    aside = f" The previous files are in {done.aside}." if done.aside else ""
+    say(f"Done: {done.groups:,} groups were added, as {args.state}. You can start a plane.{aside}")
     return _end(args, metadata, asdict(done))
 
 
@@ -234,7 +235,7 @@ def _end(args: argparse.Namespace, metadata: dict[str, Any], done: dict[str, Any
 
 
 def plan_metadata(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
-    """What would be done, for programs."""
+    """Return what would be done, as plain data."""
     lost = plan.found.lost
     return {
         "folder": str(plan.run.folder),
@@ -261,8 +262,8 @@ def plan_metadata(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def plan_lines(plan: Plan, metadata: dict[str, Any]) -> list[str]:
-    """What would be done, for people."""
-    lines = [f"{what}: {words}" for what, words in plan.problems.items()]
+    """Format what would be done, for people."""
+    lines = [f"{what}: {problem}" for what, problem in plan.problems.items()]
     count = f"{len(metadata['groups']):,} groups ({metadata['samples']:,} samples, {size(metadata['bytes'])})"
     if plan.copied:
         lines.append(f"{count} would be copied to {metadata['folder']}, as {metadata['as']}.")
@@ -273,27 +274,27 @@ def plan_lines(plan: Plan, metadata: dict[str, Any]) -> list[str]:
         lines.append(f"{count} would be added to the log of run {plan.run_id[:12]}, as {metadata['as']}.")
     if plan.register:
         lines.append(f"{len(plan.register):,} segments would be registered.")
-    lines += _some("left alone", [f"{one}: no whole frame in it; move it away if nobody needs it" for one in plan.left])
+    lines += _some("left alone", [f"{one}: no complete frame in it; move it away if unused" for one in plan.left])
     lines += _some("not accepted", [*metadata["conflicts"], *metadata["unusable"]])
     if plan.ended:
-        lines.append(f"{plan.ended:,} groups are left out: the damaged log says that no step needs them any more.")
+        lines.append(f"{plan.ended:,} groups are left out: according to the damaged log no step needs them.")
     if plan.without_frame:
         lines.append(
-            f"{plan.without_frame:,} groups wait in the log and have no frame any more: freed since this copy of the "
-            "log was made, or lost. A step that draws one of them sets it aside and goes on without it."
+            f"{plan.without_frame:,} groups in the log have no frame: it was freed after this copy of the log was "
+            "made, or lost. A step that draws one of them quarantines it and continues without it."
         )
-    lines.append(f"The trainer would go on with step {metadata['step']}, policy version {metadata['policy_version']}.")
+    lines.append(f"The trainer would continue at step {metadata['step']}, policy version {metadata['policy_version']}.")
     return [*lines, *_warning(plan)]
 
 
 def _warning(plan: Plan) -> list[str]:
-    """What a frame does not say."""
+    """Warn about what a frame does not record."""
     if not plan.found.lost:
         return []
     return [
-        "A frame does not say what became of its group. Some of these may have been trained before, and would be "
-        "trained again; some may have been put for evaluation. If that matters, use --as quarantined and release the "
-        "groups that you want, or --as dropped.",
+        "A frame does not record what happened to its group. Some of these may have been trained already and would be "
+        "trained again; some may be evaluation groups. If that matters, use --as quarantined and release the "
+        "groups you want, or --as dropped.",
     ]
 
 
@@ -301,24 +302,21 @@ def _warning(plan: Plan) -> list[str]:
 
 
 def _forget(args: argparse.Namespace) -> int:
-    from penstock.commands.which_run import plane_folder
     from penstock.runs import forget, forgettable
 
     folder = plane_folder(args.where)
     found = forgettable(folder)
     what = f"{found.groups:,} groups ({size(found.num_bytes)}) and the plans of steps before {found.before_step:,}"
-    print(f"{folder}: run {found.run_id[:12]} would free {what}; they cannot be brought back")
+    print(f"{folder}: run {found.run_id[:12]} would free {what}; they cannot be restored")
     if not args.yes and not _agreed_to_forget():
         print("Nothing was changed.")
         return 1
     forget(folder)
-    print("The run keeps steps only from now on. The next plane on this folder frees the rest.")
+    print("From now on the run keeps only its last steps. The next plane on this folder frees the rest.")
     return 0
 
 
 def _agreed_to_forget() -> bool:
     if not sys.stdin.isatty():
-        raise InvalidInput(
-            "storage forget: asks before it changes anything, and there is no terminal to ask; give --yes"
-        )
+        raise InvalidInput("storage forget: asks before it changes anything, and there is no terminal; pass --yes")
     return input("Forget them? [y/N] ").strip().lower() in ("y", "yes")

@@ -1,4 +1,4 @@
-"""How commands write for people: aligned columns, readable sizes, the ledger as one sentence."""
+"""Text that commands print for people: aligned columns, readable sizes, the ledger in one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _STATES = ("held", "scheduled", "delivered", "committed", "quarantined", "evalua
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
-    """Lines of a table whose first `left` columns are text and whose others are numbers."""
+    """Format a table whose first `left` columns are text, aligned left, and whose others are numbers."""
     widths = [max(len(cell) for cell in cells) for cells in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -21,7 +21,7 @@ def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
 
 
 def size(number: float) -> str:
-    """Bytes as people say them.
+    """Format a number of bytes.
 
     >>> size(512), size(3 << 20), size(4.5 * 2**30)
     ('512 B', '3.0 MiB', '4.5 GiB')
@@ -34,7 +34,7 @@ def size(number: float) -> str:
 
 
 def ledger_line(ledger: dict[str, Any]) -> str:
-    """The conservation identity with its numbers, and whether it holds.
+    """Format the ledger's identity with its numbers, and whether it holds.
 
     >>> parts = dict(held=2, scheduled=0, delivered=0, committed=4, quarantined=0, evaluation=0)
     >>> ledger_line(dict(parts, accepted=6, dropped={}, balanced=True))
@@ -51,7 +51,8 @@ def reasons_line(counts: dict[str, Any]) -> str:
 
 
 def over_length_line(counts: dict[str, int]) -> str:
-    """
+    """Say how many samples were truncated or dropped because they were too long.
+
     >>> over_length_line(dict(truncated_samples=2, truncated_tokens=40, dropped_samples=0, dropped_tokens=0))
     '2 samples truncated by 40 tokens, 0 samples of 0 tokens dropped'
     """
@@ -61,8 +62,3 @@ def over_length_line(counts: dict[str, int]) -> str:
         f"{counts['truncated_samples']:,} samples truncated by {counts['truncated_tokens']:,} tokens, "
         f"{counts['dropped_samples']:,} samples of {counts['dropped_tokens']:,} tokens dropped"
     )
-
-
-def printable(text: str) -> str:
-    """What may go to a terminal: a name from elsewhere could turn its writing direction, for one."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,12 +1,12 @@
-"""The tenants of a plane: what each has of the trainer; give one a share, or take it away.
+"""Show the tenants of a plane and their part of the trainer; give a tenant a share, or evict it.
 
   penstock tenants tcp://127.0.0.1:7440                                    a table
-  penstock tenants tcp://127.0.0.1:7440 --share alpha=2 --share beta=1     alpha is to have two thirds of the tokens
+  penstock tenants tcp://127.0.0.1:7440 --share alpha=2 --share beta=1     alpha gets two thirds of the tokens
   penstock tenants tcp://127.0.0.1:7440 --evict beta --because "no rewards since step 40"
 
-A tenant is what samples name in `run`: an experiment, an adapter. From the first share on, groups of tenants without
-one are rejected. An evicted tenant loses what it has waiting, counted in the ledger as dropped; a share lets it in
-again.
+A tenant is an experiment or adapter, named in the `run` field of samples. Once one tenant has a share, groups of
+tenants without one are rejected. Eviction drops a tenant's waiting groups, counted in the ledger. A new share readmits
+it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from penstock.server import printable
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("where", metavar="URL", help="a plane's address")
     parser.add_argument(
-        "--share", action="append", default=[], metavar="RUN[=WEIGHT]", help="give a run a share; of weight 1"
+        "--share", action="append", default=[], metavar="RUN[=WEIGHT]", help="give a tenant a share; default weight 1"
     )
-    parser.add_argument("--evict", metavar="RUN", help="take a run's share away; needs --because")
-    parser.add_argument("--because", metavar="TEXT", help="why; producers of that run are told")
+    parser.add_argument("--evict", metavar="RUN", help="take a tenant's share away; needs --because")
+    parser.add_argument("--because", metavar="TEXT", help="the reason, reported to the tenant's producers")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
 
@@ -38,10 +38,10 @@ def run(args: argparse.Namespace) -> int:
 
     if "://" not in args.where:
         raise InvalidInput(
-            f"{args.where}: not an address; shares belong to a plane at work, such as tcp://127.0.0.1:7440"
+            f"{args.where}: not an address; give a running plane's address, such as tcp://127.0.0.1:7440"
         )
     if bool(args.evict) != bool(args.because):
-        raise InvalidInput("--evict RUN and --because TEXT belong together: the run's producers are told why")
+        raise InvalidInput("--evict RUN and --because TEXT: give both; producers are told the reason")
     wanted = [_weight(text) for text in args.share]
     with open_plane(args.where, keys=args.keys, timeouts=Timeouts(plane_s=5.0)) as plane:
         for name, weight in wanted:
@@ -59,14 +59,14 @@ def _weight(text: str) -> tuple[str, float]:
         return name if equals else text, float(weight) if equals else 1.0
     except ValueError:
         raise InvalidInput(
-            f"--share {text!r}: {weight!r} is no number; write RUN=WEIGHT, for example alpha=2"
+            f"--share {text!r}: {weight!r} is not a number; write RUN=WEIGHT, for example alpha=2"
         ) from None
 
 
 def table(found: dict[str, dict[str, Any]]) -> list[str]:
-    """The runs, as lines of text."""
+    """Format the tenants as a table."""
     if not found:
-        return ["runs are not kept apart here; give the first one a share with --share RUN=WEIGHT"]
+        return ["this plane has no tenants; give the first one a share with --share RUN=WEIGHT"]
     total = sum(metadata["taken_tokens"] for metadata in found.values()) or 1
     rows = [["run", "", "share", "of all tokens", "groups waiting", "bytes"]]
     for name, metadata in found.items():

@@ -1,11 +1,11 @@
-"""Means and maxima over the trained tokens of finished steps: mismatch KL, entropy, masked fractions, rewards.
+"""Print means and maxima over the trained tokens of finished steps: mismatch KL, entropy, masked fractions, rewards.
 
-  penstock tokens runs/demo                      one line per step, of every run in the folder
-  penstock tokens runs/demo --step 12 --json     one step, everything, for programs
+  penstock tokens runs/demo                      one line per step, for every run in the folder
+  penstock tokens runs/demo --step 12 --json     everything about one step, for programs
   penstock tokens runs/demo --evaluation         evaluation groups, one line per policy version
 
-Only steps that every rank has finished are read. Evaluation groups are read from the plane's own folder. Lines that are
-not records are counted and skipped.
+Reads only steps that every rank has finished. Evaluation groups are read from the plane's folder. Lines that are not
+records are counted and skipped.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from penstock.view import EVALUATION, Export, Skipped, Step, tally
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="RUN", help=f"{RUN_HELP}; or what TokenExporter was given")
+    parser.add_argument("folder", metavar="RUN", help=f"{RUN_HELP}; or the folder given to TokenExporter")
     parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
     parser.add_argument("--step", type=int, help="this step only")
-    parser.add_argument("--run", dest="of_run", help="this run only, where the folder holds several")
+    parser.add_argument("--run", dest="of_run", help="this run only, if the folder holds several")
     parser.add_argument("--evaluation", action="store_true", help="evaluation groups only, by policy version")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -41,16 +41,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _chosen(export: Export, run: str | None, step: int | None) -> list[Step]:
-    """The steps asked for, of the run asked for or of all; an error where there is none with that number."""
+    """Return the requested steps, of one run or of all. Raises if no step has that number."""
     runs = export.runs if run is None else [export.choose(run)]
     found = [one for name in runs for one in export.steps(name) if step is None or one.number == step]
     if step is not None and not found:
-        return [export.step(step, name) for name in runs]  # raises, with the steps there are
+        return [export.step(step, name) for name in runs]  # raises, and lists the steps there are
     return found
 
 
 def _shown(steps: Sequence[Step]) -> Iterator[Step]:
-    """The steps, with a line on a terminal that says which one is being read."""
+    """Yield the steps, and show on a terminal which one is being read."""
     for step in steps:
         if sys.stderr.isatty():
             sys.stderr.write(f"\r\x1b[Kreading step {step.number}")
@@ -61,7 +61,7 @@ def _shown(steps: Sequence[Step]) -> Iterator[Step]:
 
 
 def summarize(step: Step) -> dict[str, Any]:
-    """What `penstock tokens` shows of one step, as plain data."""
+    """Summarize one step as plain data."""
     skipped = Skipped()
     summary = tally(step.records(skipped)).as_dict()
     return {

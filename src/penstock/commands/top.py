@@ -1,12 +1,12 @@
-"""Watch a plane at work: rates, buffer, staleness, who waits for whom, where every sample is.
+"""Watch a running plane: rates, buffer, staleness, what waits for what, the state of every sample.
 
   penstock top tcp://127.0.0.1:7440            a live page; Ctrl-C ends it
-  penstock top ray://demo                      the same, of a plane of the Ray cluster that this host is in
-  penstock top runs/demo                       the same from a run's folder, read-only; no plane need be running
-  penstock top tcp://127.0.0.1:7440 --once     one look, as text
-  penstock top runs/demo --json                one look, as one JSON object
+  penstock top ray://demo                      the same, for a plane in this host's Ray cluster
+  penstock top runs/demo                       the same from a run's folder, read-only; works without a running plane
+  penstock top tcp://127.0.0.1:7440 --once     print once, as text
+  penstock top runs/demo --json                print once, as one JSON object
 
-Rates are over the time between two looks. Without a terminal, one look after another is printed as text.
+Rates are averages between two updates. Without a terminal, updates are printed as text, one after another.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _RATES = (("groups", "groups/s"), ("samples", "samples/s"), ("tokens", "tokens/s
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("where", metavar="RUN", help=RUN_HELP)
-    parser.add_argument("--once", action="store_true", help="look once and print text")
-    parser.add_argument("--json", action="store_true", help="look once and print one JSON object")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between looks (default 1)")
+    parser.add_argument("--once", action="store_true", help="print once, as text")
+    parser.add_argument("--json", action="store_true", help="print once, as one JSON object")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between updates (default 1)")
     parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
 
 
@@ -54,14 +54,14 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def looking(where: str, keys: Path | None = None) -> Iterator[Look]:
-    """Something to call for the current state of a plane or a folder."""
+    """Yield a function that returns the current state of a plane or a folder."""
     if is_address(where):
         from penstock.client import client_transport
         from penstock.client import open as open_plane
         from penstock.protocol import Timeouts
 
         if not where.startswith(("tcp://", "ipc://", "file://", "ray://")):
-            client_transport(where)  # says which addresses there are
+            client_transport(where)  # raises, and lists the valid schemes
         with open_plane(where, keys=keys, timeouts=Timeouts(plane_s=5.0)) as plane:
             yield lambda: _from_plane(plane.status())
     else:
@@ -102,19 +102,17 @@ def _from_folder(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def rates(before: dict[str, Any], after: dict[str, Any], seconds: float) -> dict[str, float]:
-    """Per second, between two looks at the same plane; empty if it was another one."""
+    """Return rates per second between two states of the same plane; empty if the plane was restarted."""
     if before.get("epoch") != after["epoch"] or seconds <= 0:
         return {}
     return {name: (after["totals"][name] - before["totals"][name]) / seconds for name, _ in _RATES}
 
 
 def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
-    """One look, as lines of text."""
+    """Format a state as lines of text."""
     totals, ledger, staleness = now["totals"], now["ledger"], now["staleness"]
     where = f"run {now['run']!r}" if now["source"] == "plane" else f"folder {now['folder']}"
-    rate = (
-        "   ".join(f"{speed[name]:,.1f} {unit}" for name, unit in _RATES) if speed else "measured from the next look on"
-    )
+    rate = "   ".join(f"{speed[name]:,.1f} {unit}" for name, unit in _RATES) if speed else "known after the next update"
     held = f"{now['held_groups']:,} groups, {size(now['held_bytes'])} not yet trained"
     if "max_held_bytes" in now:
         held += f" of {size(now['max_held_bytes'])} ({100 * now['held_bytes'] / now['max_held_bytes']:.0f} %)"
@@ -148,7 +146,7 @@ def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
 
 
 def _generated(now: dict[str, Any]) -> list[str]:
-    """How good what was put before the last step is; nothing where that is not known."""
+    """Summarize the rollouts put before the last step; empty if unknown."""
     metrics = now.get("metrics", {})
     if not metrics.get("gen/samples"):
         return []
@@ -163,23 +161,23 @@ def _generated(now: dict[str, Any]) -> list[str]:
 
 
 def _waiting(now: dict[str, Any]) -> str:
-    """Who waits for whom."""
+    """Say what waits for what."""
     if now["source"] == "folder":
-        return "a folder does not say; ask the plane by its address"
+        return "not known from a folder; give the plane's address"
     if now["phase"] == "failed":
         return "every rank for the trainer to be restarted; the session failed"
     if now["missing"]:
         names = ", ".join(f"rank {rank} replica {replica}" for rank, replica in now["missing"][:8])
         return f"the plane for processes to join: {names}" + (" ..." if len(now["missing"]) > 8 else "")
     who = "producers and plane" if now["waiting_for"] == "the trainer" else "ranks"
-    words = f"{who} for {now['waiting_for']}"
+    text = f"{who} for {now['waiting_for']}"
     if now.get("producers_waiting"):
-        words += f"; {now['producers_waiting']:,} puts for room, the first for {now['oldest_wait_s']:.0f} s"
-    return words
+        text += f"; {now['producers_waiting']:,} puts for room, the first for {now['oldest_wait_s']:.0f} s"
+    return text
 
 
 def _storage(now: dict[str, Any]) -> str:
-    """What storage holds, who reads and writes it, and what an operator must look at."""
+    """Summarize storage: what it holds, its writers, and problems that need an operator."""
     found = now["storage"]
     parts = [f"{size(found['live_bytes'])} in use, {size(found['dead_bytes'])} dead", f"{found['writers']} writers"]
     if signed := now["counts"].get("urls_signed"):
@@ -215,7 +213,7 @@ def _plain(lines: list[str]) -> None:
 
 @contextmanager
 def _screen() -> Iterator[Callable[[list[str]], None]]:
-    """Where a page goes: redrawn in place on a terminal, with rich where it is installed; else printed."""
+    """Yield a function that shows a page: redrawn on a terminal, with rich if installed; otherwise printed."""
     if not sys.stdout.isatty():
         yield _plain
         return

@@ -1,13 +1,13 @@
-"""Run a configuration: the trainer ranks, and the plane and rollout workers if the file has a [task].
+"""Run a configuration file: trainer ranks, and with a [task] also the plane and rollout workers.
 
-  penstock demo --write-config my.toml    a file with every setting and what it means
+  penstock demo --write-config my.toml    write a file with every setting and its meaning
   penstock train my.toml                  run it, or continue it from its last checkpoint
   penstock train my.toml --set packing.ranks=4    any setting, by its path in the file
   penstock train my.toml --json           one JSON line at the end
 
 Without a [task], set `listen` and put groups from your own processes: ps.open("tcp://127.0.0.1:7440").put(group).
-With [fake] there is no plane: synthetic micro-batches measure the trainer alone. The exit code is 1 when a
-target_reward was set and not reached.
+With [fake] there is no plane: synthetic micro-batches measure the trainer alone. The exit code is 1 if a target_reward
+was set and not reached.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.config}: not a file; write one with `penstock demo --write-config {args.config}`")
     config = load(args.config, args.set)
     if config.task is None and config.fake is None and not config.listen:
-        raise ConfigError(f"{args.config}: no [task], no [fake] and no listen address; nobody would generate anything")
+        raise ConfigError(f"{args.config}: no [task], no [fake] and no listen address; set one, or no groups arrive")
     if not config.folder:
         config = replace(config, folder=str(Path("runs") / config.run))
     if config.keys:
-        PlaneKeys.load(config.keys)  # what is wrong with them is said now, and not when the plane starts
+        PlaneKeys.load(config.keys)  # report bad keys now, not when the plane starts
     announce = ""
     if config.listen:
         keys = ', keys="FOLDER"' if config.keys else ""
-        announce = f'Groups are taken at {", ".join(config.listen)}: ps.open("{config.listen[0]}"{keys}).put(group)'
+        announce = f'Groups are accepted at {", ".join(config.listen)}: ps.open("{config.listen[0]}"{keys}).put(group)'
     again = f"  penstock train {args.config}          with a higher max_steps, to continue"
     return run_config(
         config, name="train", goal=config.target_reward, following=(again,), announce=announce, as_json=args.json

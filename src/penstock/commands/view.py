@@ -1,10 +1,10 @@
 """Look at every token of a run: a local page with samples, tokens, packed grids and curves.
 
   penstock view runs/demo                                     the last finished step
-  penstock view runs/demo --tokenizer models/tiny             texts instead of token ids
+  penstock view runs/demo --tokenizer models/tiny             show text instead of token ids
   penstock view runs/demo --step 12 --html step12.html        one file to share; --sample for one sample of it
 
-The page is served on 127.0.0.1 only, to whoever has the URL that is printed, and nothing can be changed through it.
+The page is served on 127.0.0.1 only, needs the token in the printed URL, and is read-only.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from penstock.view import (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="RUN", help=f"{RUN_HELP}; or what TokenExporter was given")
+    parser.add_argument("folder", metavar="RUN", help=f"{RUN_HELP}; or the folder given to TokenExporter")
     parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
     parser.add_argument("--tokenizer", type=Path, help="a folder with tokenizer.json; by default the run's own")
     parser.add_argument(
         "--assets", type=Path, help="the asset store with the samples' images; by default the run's own"
     )
-    parser.add_argument("--assets-run", default="local", help="the run under which the images were stored")
+    parser.add_argument("--assets-run", default="local", help="the run the images were stored under")
     parser.add_argument("--port", type=port, default=0, help="on 127.0.0.1; a free one by default")
     parser.add_argument("--no-open", action="store_true", help="only print the URL")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained file instead")
-    parser.add_argument("--run", dest="of_run", help="for --html: the run, where the folder holds several")
-    parser.add_argument("--step", type=int, help="for --html: the step; the last one by default")
-    parser.add_argument("--sample", type=int, help="for --html: this sample only, counted as in the list's own order")
+    parser.add_argument("--run", dest="of_run", help="for --html: the run, if the folder holds several")
+    parser.add_argument("--step", type=int, help="for --html: the step (default: the last)")
+    parser.add_argument("--sample", type=int, help="for --html: only this sample, by its index in the list")
 
 
 def port(text: str) -> int:
-    """A port's number, or the words that argparse shows."""
+    """Parse a port for argparse."""
     if not text.isdecimal() or int(text) > MAX_PORT:
-        raise argparse.ArgumentTypeError(f"{text}; must be from 0, for a free one, to {MAX_PORT}")
+        raise argparse.ArgumentTypeError(f"{text}; must be from 0 (a free port) to {MAX_PORT}")
     return int(text)
 
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def open_library(folders: dict[str, Path], args: argparse.Namespace) -> Library:
-    """The exports in these folders, with texts and images where they can be found."""
+    """Open the exports in these folders, with texts and images if they can be found."""
     exports = {name: Export(folder, awaited=is_run_folder(folder)) for name, folder in folders.items()}
     homes = [export.folder for export in exports.values()]
     tokenizer = args.tokenizer or next((home for home in homes if (home / "tokenizer.json").is_file()), None)
@@ -75,7 +75,7 @@ def open_library(folders: dict[str, Path], args: argparse.Namespace) -> Library:
     images = None
     if assets is not None:
         if not assets.is_dir():
-            raise ConfigError(f"{assets}: not a folder; give the asset store's")
+            raise ConfigError(f"{assets}: not a folder; give the folder of the asset store")
         from penstock.assets import AssetStore
 
         images = AssetStore(assets, run=args.assets_run)
@@ -93,7 +93,7 @@ def serve(library: Library, args: argparse.Namespace) -> int:
         print(
             f"{url}\nServing {', '.join(library.exports)} to this machine only; Ctrl-C ends it.\n"
             f"From another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}, then open the same address "
-            "there; another port before the first colon is fine too.",
+            "there. The port before the first colon may be another one.",
             flush=True,
         )
         if not args.no_open and sys.stdout.isatty() and (sys.platform == "darwin" or os.environ.get("DISPLAY")):

@@ -1,11 +1,11 @@
-"""Which run a command is about: every command takes its folder, its plane's folder or its plane's address.
+"""Find the run that a command is about, from its folder, its plane's folder or its plane's address.
 
-runs/demo/                    a run, as `penstock demo` and `penstock train` lay it out
+runs/demo/                    a run, in the layout of `penstock demo` and `penstock train`
 runs/demo/plane/              its plane's folder: log, frames
-runs/demo/token_exports/      what the trainer wrote of its tokens
-tcp://127.0.0.1:7440          its plane, which says where its folder is
+runs/demo/token_exports/      the trainer's token exports
+tcp://127.0.0.1:7440          its plane, which knows its folder
 ray://demo                    the same, in a Ray cluster
-postgresql://me@db/runs#demo  its log, where that is in a database; behind # the run's name
+postgresql://me@db/runs#demo  its log, if that is in a database; after # the run's name
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _ANSWER_S = 5.0
 
 
 def is_address(where: str) -> bool:
-    """Whether this is the address of a plane."""
+    """Check whether this is the address of a plane."""
     return "://" in where and not is_postgres(where)
 
 
 def plane_folder(where: str, keys: Path | None = None) -> Path:
-    """The folder of a run's plane."""
+    """Return the folder of a run's plane."""
     from penstock.log import LOG, is_run
 
     folder = _folder(where, keys)
     for path in (folder, folder / _PLANE):
         if is_run(path):
             return path
-    raise InvalidInput(f"{where}: no plane's {LOG} in it or in {_PLANE}/; give the folder of a run, or its address")
+    raise InvalidInput(f"{where}: no {LOG} in it or in {_PLANE}/; give the folder of a run, or its plane's address")
 
 
 def export_folder(where: str, keys: Path | None = None) -> Path:
-    """The folder that has a run's token exports beside its plane, or instead of one."""
+    """Return the folder with a run's token exports, which may lie beside its plane's folder."""
     from penstock.view import EXPORTS
 
     folder = _folder(where, keys)
@@ -61,8 +61,10 @@ def _folder(where: str, keys: Path | None) -> Path:
 
 
 def _folder_of_plane(url: str, keys: Path | None) -> Path:
-    """Where the plane at an address keeps its run, if that can be read from here: on its host, on a filesystem that
-    both hosts see, or in a database."""
+    """Return the folder of the plane at an address, if it can be read from here.
+
+    That is so on the plane's host, on a filesystem that both hosts share, or if its log is in a database.
+    """
     from penstock.client import open as open_plane
     from penstock.protocol import Timeouts
 
@@ -72,18 +74,18 @@ def _folder_of_plane(url: str, keys: Path | None) -> Path:
     if folder is None and is_postgres(status["log"]):
         return folder_for(status["log"])
     if folder is None:
-        raise InvalidInput(f"{url}: its plane keeps nothing in a folder; `penstock top {url}` shows what it holds")
+        raise InvalidInput(f"{url}: its plane has no folder; `penstock top {url}` shows what it holds")
     if host == gethostname() and Path(folder).is_dir():
         return Path(folder)
     if _holds(Path(folder), status["run_id"]):
         return Path(folder)
     if is_postgres(status["log"]):
         return folder_for(status["log"])
-    raise InvalidInput(f"{url}: its run is in {folder} on host {host}, not here; call this there, or copy that folder")
+    raise InvalidInput(f"{url}: its run is in {folder} on host {host}; run this command there, or copy that folder")
 
 
 def _holds(folder: Path, run_id: str) -> bool:
-    """Whether a folder on a shared filesystem holds the run. On a local disk it could only be a copy."""
+    """Check whether a folder on a shared filesystem holds the run. On a local disk it could only be a copy."""
     from penstock.log import is_run, reading
     from penstock.storage import is_shared
 
@@ -94,7 +96,7 @@ def _holds(folder: Path, run_id: str) -> bool:
 
 
 def folder_for(log: str) -> Path:
-    """A folder that leads to a log in a database, until this process ends."""
+    """Create a temporary folder that refers to a log in a database. It is removed when this process ends."""
     from penstock.log import note_url
 
     base, run = split_run(log)

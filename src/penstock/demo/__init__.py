@@ -1,1 +1,1 @@
-"""A complete RL run on a laptop: a plane, rollout workers and trainer ranks, started and watched by one command."""
+"""A complete RL run on one machine: a plane, rollout workers and trainer ranks, started and watched by one command."""

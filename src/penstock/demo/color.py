@@ -1,10 +1,10 @@
-"""The image task: a drawn shape, and the question which colour it has.
+"""The image task: name the colour of a drawn shape.
 
     prompt      <bos> <vision_start> [4 image tokens] <vision_end> what color is the circle ?
     completion  blue <eos>
 
-Images go into the run's asset store and travel as references; the worker and the ranks each read the pixels they
-need. Vision ids are banned when sampling: a placeholder that no image stands behind would stop the trainer.
+Images go into the run's asset store and travel as references. The worker and the ranks each read the pixels they need.
+Vision ids are banned when sampling: a placeholder without an image would stop the trainer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ import torch
 from penstock.arrays import ImageSpan
 from penstock.assets import AssetStore, layout_from_config, span
 from penstock.capture import Turn
-from penstock.demo.tasks import standardized
-from penstock.demo.words import COLOR, COLORS, SHAPES
+from penstock.demo.tasks import COLOR, COLORS, SHAPES, standardized
 from penstock.train import Materializer
 
-TOKENS = COLOR
-_ID = {token: i for i, token in enumerate(TOKENS)}
+_ID = {token: i for i, token in enumerate(COLOR)}
 _SIDE = 64
 PROCESSOR: dict[str, Any] = {
     "patch_size": 8,
@@ -45,7 +43,7 @@ MODEL: dict[str, Any] = {
     "vision_end_token_id": _ID["<vision_end>"],
     "tie_word_embeddings": True,
     "text_config": {
-        "vocab_size": len(TOKENS),
+        "vocab_size": len(COLOR),
         "hidden_size": 64,
         "intermediate_size": 192,
         "num_hidden_layers": 2,
@@ -79,12 +77,12 @@ class Prompt:
 
     @property
     def name(self) -> str:
-        """Every drawing is another one."""
+        """Unique: no two drawings are equal."""
         return f"{self.answer} {self.image.hash[:12]}"
 
 
 class ColorTask:
-    """Prompts with images, and rewards."""
+    """Prompts with images. The reward is the share of correct tokens: the colour, then <eos>."""
 
     name = "color"
     eos = _ID["<eos>"]
@@ -112,8 +110,9 @@ class ColorTask:
         return Turn(prompt.token_ids, role="user", images=[prompt.image])
 
     def model_inputs(self, prompts: list[Prompt], model: Any) -> dict[str, Any]:
-        """Pixels of the prompts' images, and which tokens stand for them."""
-        model.model.rope_deltas = None  # the model remembers the last call's positions
+        """Return the pixels of the prompts' images, and a mask of the tokens that stand for them."""
+        model.model.rope_deltas = None  # otherwise the model reuses the positions of the last call
+        # One packed row: with prompts of 12 tokens, the image at offset 2 of prompt 1 is at 12 + 2 = 14.
         pixels = self._materializer.materialize(
             [p.image.shifted(i * len(p.token_ids)) for i, p in enumerate(prompts)],
             [len(p.token_ids) for p in prompts],
@@ -127,7 +126,7 @@ class ColorTask:
 
 
 def draw(color: str, shape: str, rng: random.Random) -> bytes:
-    """A PNG of a shape on grey noise."""
+    """Draw a shape on grey noise. Returns a PNG."""
     from PIL import Image, ImageDraw
 
     noise = np.random.default_rng(rng.getrandbits(32)).integers(90, 150, (_SIDE, _SIDE, 3), dtype=np.uint8)

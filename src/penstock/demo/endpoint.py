@@ -1,12 +1,17 @@
-"""A tiny inference server for first steps and tests: the routes of an OpenAI-compatible one that RL needs, on a CPU.
+"""A tiny CPU inference server for first steps and tests, with the OpenAI-compatible routes that RL needs.
 
-    GET  /v1/models                 the model, its longest context, and `policy_version`, that of its weights
-    POST /v1/chat/completions       messages in; text, token ids and log-probabilities out, as vLLM gives them
-    POST /inference/v1/generate     token ids in, token ids and log-probabilities out, as vLLM gives them
+    GET  /v1/models                 the model, its longest context, and the `policy_version` of its weights
+    POST /v1/chat/completions       messages in; text, token ids and log-probabilities out, in vLLM's format
+    POST /inference/v1/generate     token ids in; token ids and log-probabilities out, in vLLM's format
     GET  /health
 
-Requests that wait together and have prompts of one length are sampled as one batch. Before each batch the newest
-weights of a folder are taken, if one was given. It has no tools, no streaming and no images: use vLLM for those.
+Waiting requests whose prompts have the same length are sampled as one batch. With a weights folder, the newest weights
+are loaded before each batch. It has no tools, no streaming and no images: use vLLM for those.
+
+`save_model` writes a model to serve: the demo's text model with a tokenizer and a chat template.
+
+    user        <bos>cab
+    assistant   =bac<eos>
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from penstock.demo.tasks import PAD, REVERSE, model_of
 from penstock.errors import ConfigError, InvalidInput
 from penstock.extras import require
 from penstock.server import server_config
@@ -35,14 +41,18 @@ if TYPE_CHECKING:
     from penstock.train import Weights
 
 _MOST_TOKENS = 64
-"""Of a completion, unless the request says how many."""
+"""Default length limit of a completion."""
 _MOST_PROMPTS = 64
-"""In one batch."""
+"""Per batch."""
+_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}={{ m['content'] }}<eos>"
+    "{% else %}<bos>{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """How to continue a prompt."""
+    """Sampling parameters of a request."""
 
     max_tokens: int
     stop: int
@@ -58,7 +68,7 @@ class _Asked:
 
 
 class Engine:
-    """A Hugging Face model that continues prompts, with the newest weights there are."""
+    """Continues prompts with a Hugging Face model and the newest published weights."""
 
     def __init__(self, folder: str | Path, *, weights: str | Path | None = None, seed: int = 0) -> None:
         import torch
@@ -82,13 +92,13 @@ class Engine:
         self._lock = threading.Lock()
 
     def update(self, state: dict[str, Any], version: int) -> None:
-        """Go on with these weights; waits until the batch that is sampled has its tokens."""
+        """Load weights. Waits for the batch that is being sampled."""
         with self._lock:
             self.model.load_state_dict(state, strict=False)
             self.version = version
 
     def refresh(self) -> None:
-        """Take the newest weights that were published."""
+        """Load the newest weights that were published."""
         newest = -1 if self._weights is None else self._weights.latest()
         if newest < 0 or newest == self.version or self._weights is None:
             return
@@ -97,7 +107,7 @@ class Engine:
             self.update(state, newest)
 
     def continue_(self, prompts: list[list[int]], wanted: Wanted) -> list[Rollout]:
-        """One completion for each prompt; all have one length."""
+        """Sample one completion per prompt. Prompts must have one length."""
         from penstock.demo.sampler import sample
 
         self.refresh()
@@ -115,7 +125,7 @@ class Engine:
 
 @dataclass(slots=True)
 class Batcher:
-    """Collects what is asked while the model is at work, and then asks it for all that fits together."""
+    """Collects requests while the model is busy, then samples those that fit into one batch."""
 
     engine: Engine
     _waiting: list[_Asked] = field(default_factory=list)
@@ -138,7 +148,7 @@ class Batcher:
                 self._wake.clear()
             try:
                 found = await asyncio.to_thread(self.engine.continue_, [asked.prompt for asked in batch], first.wanted)
-            except Exception as error:  # noqa: BLE001 - whoever asked is told
+            except Exception as error:  # noqa: BLE001 - reported to the clients
                 for asked in batch:
                     if not asked.answer.done():
                         asked.answer.set_exception(error)
@@ -149,7 +159,7 @@ class Batcher:
 
 
 def make_app(engine: Engine) -> Any:
-    """The server as a Starlette application."""
+    """Build the Starlette application."""
     require("penstock rollouts endpoint", "starlette", "uvicorn")
     from starlette.applications import Starlette
     from starlette.requests import ClientDisconnect
@@ -193,7 +203,8 @@ def make_app(engine: Engine) -> Any:
     routes = [Route("/v1/models", models), Route("/health", health)]
     routes += [Route("/inference/v1/generate", generate, methods=["POST"])]
     routes += [Route("/v1/chat/completions", chat, methods=["POST"])]
-    errors = {InvalidInput: refused, ValueError: refused, ClientDisconnect: refused}  # who is gone is not told
+    # A client that disconnected gets no response; the handler only keeps its exception out of the log.
+    errors = {InvalidInput: refused, ValueError: refused, ClientDisconnect: refused}
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=errors)
 
 
@@ -247,7 +258,7 @@ def _completion(engine: Engine, prompt: list[int], choice: dict[str, Any], text:
 
 
 class Endpoint:
-    """The server in a thread of this process, at a free port unless one is given.
+    """The server in a thread of this process, on a free port unless one is given.
 
     with Endpoint(Engine("tiny")) as endpoint:
         print(endpoint.url)  # http://127.0.0.1:43123/v1
@@ -260,7 +271,7 @@ class Endpoint:
         self.engine = engine
         self._socket = listen(host, port)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}/v1"
-        # Closing a connection that a client is about to use again would lose its request: idle ones stay.
+        # Idle connections stay open: closing one that a client is about to reuse would lose the request.
         config = server_config(
             make_app(engine), lifespan="auto", timeout_keep_alive=3600, timeout_graceful_shutdown=1, log_level="warning"
         )
@@ -268,7 +279,7 @@ class Endpoint:
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True, name="endpoint")
 
     def serve(self, ready: Callable[[str], None]) -> None:
-        """Serve in this thread, until SIGTERM or Ctrl-C, which is raised."""
+        """Serve in this thread until SIGTERM or Ctrl-C, which is raised again."""
         ready(self.url)
         self._server.run([self._socket])
 
@@ -285,7 +296,7 @@ class Endpoint:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections from now on, so that nobody is refused while the server starts."""
+    """Open a listening socket. Clients that connect while the server starts wait instead of being refused."""
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -295,3 +306,40 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"{host}:{port}: {error.strerror}; give another --port, or 0 for a free one") from None
     found.listen(128)
     return found
+
+
+# ------------------------------------------------------------------ a model to serve
+
+
+def save_model(folder: str | Path, *, seed: int = 0) -> Path:
+    """Write the demo's text model, with fresh weights, and its tokenizer. Leaves a folder with a model unchanged."""
+    from penstock.train import build_model
+
+    path = Path(folder)
+    if (path / "config.json").is_file():
+        return path
+    if path.exists() and any(path.iterdir()):
+        raise ConfigError(f"{path}: has files, but no config.json; give a new folder, or that of a model")
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer().save_pretrained(path)
+    model = build_model(model_of("reverse"), seed=seed)
+    # After the tokenizer: config.json marks a complete folder, and this writes it.
+    model.save_pretrained(path)
+    return path
+
+
+def tokenizer() -> Any:
+    """Build a tokenizer with one token per letter a to h. Other characters become <pad>."""
+    from tokenizers import Regex, Tokenizer, decoders
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {token: i for i, token in enumerate(REVERSE)}
+    letters = Tokenizer(WordLevel(ids, unk_token=REVERSE[PAD]))
+    letters.pre_tokenizer = Split(Regex("."), "isolated")
+    letters.decoder = decoders.Fuse()
+    named = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<pad>"}
+    made = PreTrainedTokenizerFast(tokenizer_object=letters, **named)
+    made.chat_template = _TEMPLATE
+    return made

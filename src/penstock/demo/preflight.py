@@ -1,7 +1,7 @@
-"""What a run needs of the machine, checked before any of its processes starts.
+"""Check what a run needs from the machine, before any of its processes starts.
 
-Settings are checked where they are read. This is about the rest: packages, the model's folder, addresses that must be
-free, and a folder in which no other run is at work.
+Settings are validated where they are read. This checks the rest: packages, the model's folder, free ports, and that no
+other run uses the folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.train import TrainConfig, check_installed, image_processor, is_vis
 
 
 def check_surroundings(config: TrainConfig) -> None:
-    """Raise with the setting and the remedy for the first thing that would keep the run from starting."""
+    """Raise for the first problem that would keep the run from starting, with the setting and the remedy."""
     check_installed(list(config.metrics))
     if config.model.path and not (Path(config.model.path) / "config.json").is_file():
         raise ConfigError(f"model.path: {config.model.path!r} has no config.json; give the folder of a saved model")
@@ -29,7 +29,7 @@ def check_surroundings(config: TrainConfig) -> None:
         _check_listen(url)
     if config.prometheus:
         require("prometheus", "prometheus_client")
-        metrics_token(config.prometheus, None)  # refuses what other hosts can reach
+        metrics_token(config.prometheus, None)  # rejects an address that other hosts can reach
         host, port = parse_address(config.prometheus, "metrics")
         _check_port("prometheus", config.prometheus, host, port)
     _make_folder(Path(config.folder))
@@ -51,11 +51,11 @@ def _check_listen(url: str) -> None:
 
 
 def _check_port(setting: str, given: str, host: str, port: int) -> None:
-    """Bind it for a moment; whoever takes it between now and then is found when the plane starts."""
+    """Bind the port for a moment. If it is taken between now and the plane's start, the plane reports it."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError:
-        return  # a name that only ZeroMQ knows, such as that of an interface
+        return  # a name that only ZeroMQ resolves, such as that of a network interface
     with socket.socket(family, kind) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -74,7 +74,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _check_alone(folder: Path) -> None:
-    """Refuse where a plane is at work in the run's folder: its ranks and ours would meet."""
+    """Raise if a plane is running in the run's folder: its ranks and ours would join each other."""
     lock = folder / "plane" / "lock"
     if not lock.exists():
         return
@@ -83,5 +83,5 @@ def _check_alone(folder: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Conflict(
-                f"folder: {str(folder)!r}: a run is at work in it; end that first, or use another folder"
+                f"folder: {str(folder)!r}: a run is using it; stop that run first, or use another folder"
             ) from None

@@ -1,7 +1,7 @@
-"""The demo on a Ray cluster of its own: three nodes on loopback, one of which is lost while it learns.
+"""The demo on its own Ray cluster: three nodes on loopback, and one of them is lost during training.
 
-The plane is an actor, and begins on the node that is lost; Ray starts it again on another one, from the same folder.
-Workers and ranks are processes as in any demo, and find the plane by its name. A new node joins afterwards.
+The plane is an actor and starts on the node that is lost. Ray restarts it on another node, from the same folder.
+Workers and ranks are processes as in any demo and find the plane by name. A new node joins afterwards.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from penstock.train import TrainConfig
 
 NODES = 3
 _CLUSTERS_OWN = ("keys", "listen")
-"""Settings that a plane of a cluster has by itself."""
+"""Settings that a plane in a cluster chooses itself."""
 _LOSE_AFTER_S = 8.0
-"""A third of the time until the first loss: it must be at work by then."""
+"""A third of the time until the loss (see `Launcher._run`): training must be under way by then."""
 
 
 class NodeLoss(Launcher):
-    """A launcher whose chaos is the loss of one node."""
+    """A launcher whose chaos is to kill one node, once."""
 
     def __init__(self, config: TrainConfig, cluster: LocalCluster) -> None:
         super().__init__(config, chaos=Chaos(every_s=_LOSE_AFTER_S))
@@ -42,13 +42,13 @@ class NodeLoss(Launcher):
             self._cluster.add_node()
 
 
-def say(words: str) -> None:
-    print(f"penstock demo: {words}", file=sys.stderr, flush=True)
+def say(message: str) -> None:
+    print(f"penstock demo: {message}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def started(config: TrainConfig) -> Iterator[tuple[TrainConfig, LocalCluster]]:
-    """A cluster with the run's plane in it, and the configuration of a run that uses it. Prints what it waits for."""
+    """Start a cluster and the run's plane in it. Yields the configuration that uses them, and the cluster."""
     folder = Path(config.folder).resolve()
     run = replace(config, plane=f"ray://{config.run}", timeouts=replace(config.timeouts, plane_s=120.0))
     own = {field.name: getattr(run, field.name) for field in dataclasses.fields(PlaneSettings)}

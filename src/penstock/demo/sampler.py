@@ -1,4 +1,4 @@
-"""Rollouts from a Hugging Face model: a batch of prompts of one length, with the log-probability of every token."""
+"""Sample rollouts from a Hugging Face model: prompts of one length, with the log-probability of every token."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ class Rollout:
     token_ids: list[int]
     """Up to and including the end token."""
     logprobs: list[float]
-    """Over the ids that were kept."""
+    """Normalized over `kept`."""
     kept: list[list[int]] | None
-    """For each token the ids it was drawn from; None when it was drawn from all."""
+    """For each token the ids it was sampled from; None if from the whole vocabulary."""
     finished: bool
+    """Whether the end token was sampled."""
 
 
 def sample(
@@ -31,10 +32,10 @@ def sample(
     banned: tuple[int, ...] = (),
     first: dict[str, Any] | None = None,
 ) -> list[Rollout]:
-    """One completion per prompt, sampled from the likeliest ids that together reach `top_p` at `temperature`.
+    """Sample one completion per prompt, at `temperature`, from the likeliest ids that together reach `top_p`.
 
-    Prompts have one length, so there is no padding that could differ from what the trainer computes. `banned` ids
-    are never sampled; `first` goes to the model with the prompt (images).
+    Prompts must have one length: without padding the log-probabilities equal those the trainer computes. `banned` ids
+    are never sampled. `first` is passed to the model with the prompt (images).
     """
     from transformers import DynamicCache
 
@@ -65,12 +66,13 @@ def sample(
 
 
 def nucleus(log_p: torch.Tensor, top_p: float) -> torch.Tensor:
-    """[B, V] True for the fewest likeliest ids whose probabilities add up to `top_p`, at least one.
+    """[B, V] Mark the fewest likeliest ids whose probabilities add up to `top_p`, at least one.
 
     >>> nucleus(torch.tensor([[0.1, 0.6, 0.3]]).log(), 0.8).tolist()
     [[False, True, True]]
     """
     likeliest = log_p.exp().sort(-1, descending=True)
+    # Mass before each id: 0.6 0.3 0.1 gives 0.0 0.6 0.9. The id that crosses top_p is kept, the one after it is not.
     before = likeliest.values.cumsum(-1) - likeliest.values
     return torch.zeros_like(log_p, dtype=torch.bool).scatter(-1, likeliest.indices, before < top_p)
 

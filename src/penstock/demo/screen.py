@@ -1,4 +1,4 @@
-"""The live page of a run: reward curve, buffer, ledger; plain lines where there is no terminal."""
+"""Shows a run while it goes on: a page in the terminal (plain lines without one), and the viewer in the browser."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from penstock.demo.launch import Progress
+from penstock.view import Export, Library, open_vocabulary, serving
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BESIDE_CURVE = 26
-"""Columns beside the reward's curve: border, label and number."""
+"""Columns that border, label and number take beside the reward curve."""
 
 
 def sparkline(values: list[float], width: int, *, low: float = 0.0, high: float = 1.0) -> str:
-    """The values as a line of blocks, averaged to fit.
+    """Draw values as a line of blocks, averaged to fit `width`.
 
     >>> sparkline([0.0, 0.5, 1.0], 3)
     '▁▅█'
@@ -32,7 +34,7 @@ def sparkline(values: list[float], width: int, *, low: float = 0.0, high: float 
 
 @contextmanager
 def screen(title: str, *, quiet: bool) -> Iterator[Callable[[Progress], None]]:
-    """A function to call with each progress."""
+    """Yield a function that shows a `Progress`."""
     if quiet:
         yield lambda _: None
     elif sys.stdout.isatty():
@@ -48,7 +50,7 @@ def screen(title: str, *, quiet: bool) -> Iterator[Callable[[Progress], None]]:
 
 
 class _Lines:
-    """One line at the start, and one every twenty steps."""
+    """Prints one line at the start and one every twenty steps."""
 
     def __init__(self) -> None:
         self._next, self._began = 1, False
@@ -75,18 +77,18 @@ def _recent(progress: Progress, name: str, count: int = 10) -> float:
 
 
 def _shown(row: Mapping[str, float | None], name: str, form: str) -> str:
-    """A value as text; a dash for one that is null, as a loss that is NaN is."""
+    """Format a value; a dash for null, which is how NaN is written."""
     value = row.get(name, 0)
     return "-" if value is None else format(value, form)
 
 
 def _known(rows: list[dict[str, float]], name: str) -> list[float]:
-    """The values that are there; a step without rewards, say, has null."""
+    """Return the values that are not null. A step without rewards has null, for example."""
     return [row[name] for row in rows if row.get(name) is not None]
 
 
 def killed(kills: dict[str, int]) -> str:
-    """How many processes of each kind were killed.
+    """Say how many processes of each kind were killed.
 
     >>> killed({"rank": 2, "plane": 1})
     '1 plane, 2 ranks'
@@ -95,7 +97,7 @@ def killed(kills: dict[str, int]) -> str:
 
 
 def page(progress: Progress, *, title: str = "penstock demo", width: int = 80) -> Any:
-    """The page, for rich, on a terminal so many columns wide."""
+    """Build the terminal page with rich, for a terminal of `width` columns."""
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
@@ -135,3 +137,30 @@ def page(progress: Progress, *, title: str = "penstock demo", width: int = 80) -
     if progress.kills:
         table.add_row("killed", Text(killed(progress.kills), style="red"))
     return Panel(table, title=title, border_style="dim")
+
+
+# ------------------------------------------------------------------ in the browser
+
+
+@contextmanager
+def live_page(folder: Path) -> Iterator[str]:
+    """Serve the viewer for the run in a folder, from a thread of this process. Yields its URL with the token."""
+    vocabulary = open_vocabulary(folder) if (folder / "tokenizer.json").is_file() else None
+    library = Library(exports={folder.name or "run": Export(folder, awaited=True)}, vocabulary=vocabulary)
+    if (folder / "assets").is_dir():
+        from penstock.assets import AssetStore
+
+        library.images = AssetStore(folder / "assets")
+    with serving(library) as (url, _, _):
+        yield url
+
+
+@contextmanager
+def watched(folder: Path, *, quiet: bool) -> Iterator[None]:
+    """Serve the viewer for a run and print its URL. With `quiet`, do neither: no one would learn the URL."""
+    if quiet:
+        yield
+        return
+    with live_page(folder) as url:
+        print(f"Watch it: {url}", flush=True)
+        yield

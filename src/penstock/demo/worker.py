@@ -1,8 +1,7 @@
-"""A rollout worker: takes the latest weights, samples groups, puts them into the plane, and never waits for training.
+"""A rollout worker: loads the latest weights, samples groups and puts them into the plane. Never waits for training.
 
-It runs ahead of the trainer until the plane holds as much as it may; then its puts wait. What it samples is marked
-with the version of the weights, so that the trainer can correct for the difference, and the plane can drop what
-became too old.
+It runs ahead of the trainer until the plane's tables are full; then its puts wait. Groups carry the version of the
+weights that sampled them, so that the trainer can correct for the difference and the plane can drop stale groups.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from penstock.errors import PlaneLost
 from penstock.train import TrainConfig, Weights, build_model
 
 _PUTTING = 8
-"""Puts under way at once: the plane writes them all with one sync."""
+"""Concurrent puts: the plane makes all of them durable with one disk sync."""
 
 
 def work(config: TrainConfig, url: str, index: int) -> None:
-    """Generate until the process is stopped."""
+    """Generate until the process is killed."""
     torch.set_num_threads(1)
     assert config.task is not None
     folder = Path(config.folder)
@@ -49,9 +48,10 @@ def work(config: TrainConfig, url: str, index: int) -> None:
 
 
 def life_name(folder: Path, seed: int, index: int) -> str:
-    """A name for this life of a worker, from the seed: two runs with one seed have the same groups' ids.
+    """Return a name for this start of a worker: s7-w1.0, after a restart s7-w1.1.
 
-    A worker that was started again samples other rollouts than before, so every life in a folder has its own.
+    Group ids begin with it, so two runs with the same seed have the same ids. A restarted worker samples other rollouts
+    than before and must not repeat ids, so each start claims the next number by creating a file.
     """
     lives = folder / "workers"
     lives.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ class _Policy:
         self._version = -1
 
     def refresh(self) -> int:
-        """Take the newest weights; waits for the first ones, which the trainer publishes when it starts."""
+        """Load the newest weights and return their version. Waits for the first, published when the trainer starts."""
         while True:
             newest = self._weights.latest()
             if newest == self._version >= 0:
@@ -123,15 +123,15 @@ def _generate(
 
 def _trajectory(task: Task, prompt: Prompt, rollout: Rollout) -> Trajectory:
     return Trajectory(
-        turns=[task.turn(prompt), said(rollout)],
+        turns=[task.turn(prompt), answer_turn(rollout)],
         reward=task.reward(prompt, rollout.token_ids),
         env=task.name,
         truncated=not rollout.finished,
     )
 
 
-def said(rollout: Rollout) -> Turn:
-    """What the model said, with the ids each token was drawn from."""
+def answer_turn(rollout: Rollout) -> Turn:
+    """Return the model's answer as a turn, with the ids each token was sampled from."""
     return Turn(rollout.token_ids, logprobs=rollout.logprobs, sampling_mask=rollout.kept, role="assistant")
 
 

@@ -1,10 +1,10 @@
-"""Model calls of rollouts that still go on, durable one by one, in an SQLite file that the processes of a host share.
+"""Durable storage for the model calls of unfinished rollouts: one SQLite file, shared by the processes of a host.
 
-A call is kept under its rollout and its own name: the same bytes again are known again, other bytes are a `Conflict`.
-`freeze` ends a rollout: what it had is read as one snapshot, and later calls are refused. `drop` gives snapshots back
-of which nothing has changed since; what is left of a rollout is a line that refuses calls that come late.
+A call is stored under its rollout and its own name. Storing the same bytes again does nothing; other bytes raise
+`Conflict`. `freeze` ends a rollout: it returns all calls as one snapshot, and later calls are rejected. `drop` deletes
+the calls of snapshots that have not changed since. A row per rollout remains, which rejects late calls.
 
-Every change raises the rollout's version. Writers wait for one another; each write is synced before it returns.
+Every change increments the rollout's version. Writers wait for each other, and each write is synced before it returns.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ CREATE TABLE IF NOT EXISTS begun (rollout TEXT NOT NULL, name TEXT NOT NULL, PRI
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A rollout as it was when it was frozen."""
+    """The calls of a rollout at the moment it was frozen."""
 
     rollout: str
     entries: tuple[bytes, ...]
-    """As they were put, in that order."""
+    """The bytes that were put, in that order."""
     incomplete: str | None
-    """Why a call is missing; None when none is."""
+    """Why a call is missing; None if the rollout is complete."""
     id: str
     version: int
 
 
 class CallStore:
-    """The calls in one folder. Safe to use from many threads and processes."""
+    """Stores calls in one folder. Safe to use from many threads and processes."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / FILE
@@ -60,7 +60,7 @@ class CallStore:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.path.touch(mode=0o600)
         except OSError as error:
-            raise StorageError(f"{folder}: {error.strerror}; give a folder that can be made and written") from None
+            raise StorageError(f"{folder}: {error.strerror}; give a folder that can be created and written") from None
         with self._errors():
             self._sql = sqlite3.connect(self.path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
             self._sql.execute("PRAGMA journal_mode=WAL")
@@ -68,7 +68,7 @@ class CallStore:
             self._sql.executescript(_TABLES)
 
     def put(self, rollout: str, name: str, entry: bytes) -> bool:
-        """Keep a call; it is durable when this returns. False if this very call was there already."""
+        """Store a call, durably when this returns. Returns False if the same call was stored before."""
         _check_names(rollout, name)
         digest = xxhash.xxh3_128_digest(entry)
         packed = zstandard.ZstdCompressor(level=1).compress(entry)
@@ -82,31 +82,31 @@ class CallStore:
                 )
                 _change(sql, rollout)
             elif row[0] != digest:
-                _change(sql, rollout, incomplete=f"call {name!r} came with two contents")
-        if row is not None and row[0] != digest:  # raised after the commit, so that the mark is kept
+                _change(sql, rollout, incomplete=f"call {name!r} was put with two contents")
+        if row is not None and row[0] != digest:  # raised after the commit, which stores the mark
             raise Conflict(f"rollout {rollout!r} call {name!r}: was put with other content; name each call once")
         return row is None
 
     def begin(self, rollout: str, name: str) -> None:
-        """Note that a call is about to be made: if it never arrives, the rollout is incomplete."""
+        """Record that a call is about to be made. If it never arrives, the rollout is incomplete."""
         _check_names(rollout, name)
         with self._writing() as sql:
             self._check_open(sql, rollout)
             sql.execute("INSERT OR IGNORE INTO begun VALUES (?, ?)", (rollout, name))
 
     def mark_incomplete(self, rollout: str, reason: str) -> None:
-        """Note that a call was lost; also after the rollout was frozen."""
+        """Record that a call was lost. Also possible after the rollout was frozen."""
         _check_names(rollout, "x")
         with self._writing() as sql:
             _change(sql, rollout, incomplete=reason)
 
     def freeze(self, rollout: str) -> Snapshot:
-        """All calls of a rollout; those that come later are refused. Asked again, the same."""
+        """End a rollout and return all its calls. Later calls are rejected. Repeating it returns the same snapshot."""
         _check_names(rollout, "x")
         with self._writing() as sql:
             row = _row(sql, rollout)
             if row is not None and row[3] is not None:
-                raise Conflict(f"rollout {rollout!r}: its calls were given back; it cannot be read again")
+                raise Conflict(f"rollout {rollout!r}: its calls were dropped; it cannot be read again")
             if row is None or row[1] is None:
                 _change(sql, rollout)
                 sql.execute("UPDATE rollouts SET snapshot = ? WHERE id = ?", (secrets.token_hex(16), rollout))
@@ -126,7 +126,10 @@ class CallStore:
         )
 
     def drop(self, snapshots: Iterable[tuple[str, str, int]]) -> int:
-        """Give the calls of (rollout, snapshot, version) back, all at once; how many: not those that changed since."""
+        """Delete the calls of each (rollout, snapshot, version), in one transaction. Returns the number of rollouts.
+
+        A rollout whose version is another one by now is left alone: `mark_incomplete` may have come after `freeze`.
+        """
         dropped = 0
         with self._writing() as sql:
             for rollout, snapshot, version in snapshots:
@@ -140,12 +143,12 @@ class CallStore:
         return dropped
 
     def sweep(self, older_than_s: float) -> int:
-        """Forget rollouts that were given back so long ago that no call of theirs can still come; how many."""
+        """Forget rollouts dropped longer ago than any of their calls can still arrive. Returns the number."""
         with self._writing() as sql:
             return sql.execute("DELETE FROM rollouts WHERE retired_at < ?", (time.time() - older_than_s,)).rowcount
 
     def after(self, rollout: str, number: int) -> list[tuple[int, bytes]]:
-        """(number, entry) of the calls that were put after one."""
+        """Return (number, entry) of the calls that were put after call `number`."""
         with self._reading() as sql:
             found = sql.execute(
                 "SELECT number, name, digest, entry FROM calls WHERE rollout = ? AND number > ? ORDER BY number",
@@ -157,7 +160,7 @@ class CallStore:
         with self._reading() as sql:
             row = sql.execute("SELECT name, digest, entry FROM calls WHERE number = ?", (number,)).fetchone()
         if row is None:
-            raise Conflict(f"rollout {rollout!r}: its calls were given back; it cannot be read again")
+            raise Conflict(f"rollout {rollout!r}: its calls were dropped; it cannot be read again")
         return self._unpacked(rollout, *row)
 
     def close(self) -> None:
@@ -167,7 +170,7 @@ class CallStore:
     def _check_open(self, sql: sqlite3.Connection, rollout: str) -> None:
         row = _row(sql, rollout)
         if row is not None and row[1] is not None:
-            raise Conflict(f"rollout {rollout!r}: is frozen; a call that comes later belongs to another rollout")
+            raise Conflict(f"rollout {rollout!r}: is frozen; put later calls under another rollout")
 
     def _unpacked(self, rollout: str, name: str, digest: bytes, entry: bytes) -> bytes:
         try:
@@ -175,7 +178,7 @@ class CallStore:
         except zstandard.ZstdError:
             data = b""
         if xxhash.xxh3_128_digest(data) != digest:
-            raise CorruptFile(f"{self.path}: rollout {rollout!r} call {name!r}: not what was put; the file is damaged")
+            raise CorruptFile(f"{self.path}: rollout {rollout!r} call {name!r}: digest differs; the file is damaged")
         return data
 
     @contextmanager
@@ -203,7 +206,7 @@ class CallStore:
 
 
 def _row(sql: sqlite3.Connection, rollout: str) -> tuple[int, str | None, str | None, float | None] | None:
-    """(version, snapshot, why incomplete, when it was given back)."""
+    """Return (version, snapshot, why incomplete, when dropped) of a rollout."""
     found: tuple[int, str | None, str | None, float | None] | None = sql.execute(
         "SELECT version, snapshot, incomplete, retired_at FROM rollouts WHERE id = ?", (rollout,)
     ).fetchone()
@@ -211,7 +214,7 @@ def _row(sql: sqlite3.Connection, rollout: str) -> tuple[int, str | None, str | 
 
 
 def _change(sql: sqlite3.Connection, rollout: str, *, incomplete: str | None = None) -> None:
-    """The rollout's next version; the first reason why it is incomplete stays."""
+    """Increment the rollout's version. The first reason why it is incomplete is kept."""
     sql.execute("INSERT OR IGNORE INTO rollouts (id, version) VALUES (?, 0)", (rollout,))
     sql.execute(
         "UPDATE rollouts SET version = version + 1, incomplete = coalesce(incomplete, ?) WHERE id = ?",

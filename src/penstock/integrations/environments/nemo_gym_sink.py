@@ -1,9 +1,9 @@
-"""NeMo-Gym: a sink for captured tokens, the store that resolves lineage, and rollouts as groups on a plane.
+"""NeMo-Gym: a sink for captured tokens, a lineage resolver, and finished rollouts as groups on a plane.
 
-Model servers write each call while the rollout goes on (`PenstockSink`) and look up what a request continues
-(`PenstockLineage`); whoever knows the rewards puts finished rollouts (`put_group`). All are given one folder of the
-host. What continues what is Gym's to say: its matcher resolves parents, its builder verifies them by digest and sets
-retries aside. A rollout that Gym would mask gets an error: it is kept and trains nothing.
+Model servers store each call during the rollout (`PenstockSink`) and look up which call a request continues
+(`PenstockLineage`). The process that knows the rewards puts finished rollouts (`put_group`). All of them use one folder
+of the host. Gym decides which call continues which: its matcher resolves parents, its builder verifies them by digest
+and sets retries aside. A rollout that Gym would mask gets an error: it is stored and trains nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.errors import InvalidInput
 from penstock.integrations.environments.call_store import CallStore, Snapshot
 
 GROUP_LOST = "nemo-gym: nothing captured"
-"""Under which rollouts without a captured call are counted at the plane."""
+"""The reason under which the plane counts rollouts without a captured call."""
 
 
 class PenstockSink:
@@ -33,16 +33,16 @@ class PenstockSink:
         self._store = CallStore(folder)
 
     async def put(self, entry: Any) -> None:
-        """Keep one call; durable, and visible to every process of the host, when this returns."""
+        """Store one call. It is durable and visible to every process of the host when this returns."""
         bad = next((p for p in entry.generation_log_probs if not math.isfinite(p)), None)
         if bad is not None:
             raise InvalidInput(f"call {entry.model_call_id!r}.generation_log_probs: {bad}; must be finite")
-        # Equal entries are equal bytes, whatever the order of their fields.
+        # Sorted, so that equal entries are equal bytes whatever the order of their fields.
         text = msgspec.json.encode(entry.model_dump(mode="json"), order="sorted")
         await asyncio.to_thread(self._store.put, entry.rollout_id, entry.model_call_id, text)
 
     async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
-        """A call is about to be made; if it never arrives, the rollout is incomplete."""
+        """Record that a call is about to be made. If it never arrives, the rollout is incomplete."""
         await asyncio.to_thread(self._store.begin, rollout_id, model_call_id)
 
     async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None:
@@ -53,7 +53,7 @@ class PenstockSink:
 
 
 class PenstockSource:
-    """Gym's `TokenSource`: frozen rollouts, as Gym's own records."""
+    """Gym's `TokenSource`: returns frozen rollouts as Gym's own records."""
 
     def __init__(self, folder: str) -> None:
         self._store = CallStore(folder)
@@ -69,14 +69,14 @@ class PenstockSource:
 
 
 class PenstockLineage:
-    """Gym's `LineageResolver` over the calls of a folder; the matching is Gym's."""
+    """Gym's `LineageResolver` for the calls in a folder. Gym's code does the matching."""
 
     def __init__(self, folder: str) -> None:
         self._store = CallStore(folder)
         self._gym = _lineage(self._store)
 
     async def resolve(self, rollout_id: str, request_items: list[dict[str, Any]]) -> Any:
-        """Which call a request continues: a root, resolved, or unresolved; never a guess."""
+        """Return which call a request continues: root, resolved or unresolved. Never guesses."""
         return await self._gym.resolve(rollout_id, request_items)
 
     def is_process_shared(self) -> bool:
@@ -91,7 +91,7 @@ def _lineage(store: CallStore) -> Any:
     from nemo_gym.token_id_capture.lineage import IncrementalLineageStore
 
     class Lineage(IncrementalLineageStore):  # type: ignore[misc, unused-ignore]
-        """What Gym's resolver asks of a backend: calls since the last look, and one by its number."""
+        """The backend of Gym's resolver: calls since the last query, and one call by number."""
 
         def _fetch_new_entries(self, rollout_id: str, cursor: int | None) -> tuple[list[tuple[Any, int]], int]:
             found = store.after(rollout_id, cursor or 0)
@@ -135,11 +135,11 @@ def put_group(
     policy_version: int | None = None,
     all_chains: bool = False,
 ) -> Group:
-    """Put finished rollouts of one prompt as a group; what is durable at the plane is given back in the folder.
+    """Put finished rollouts of one prompt as a group, then delete their calls from the folder.
 
-    `rewards` has the rollouts' ids. `responses` are the responses that were scored, by rollout: they say which chain of
-    calls earned the reward. Rollouts with an error stay in the folder, to be looked at. The same rollouts make the same
-    group: after a crash call this again; `Conflict` says that they were put.
+    The keys of `rewards` are the rollouts' ids. `responses` are the scored responses by rollout: they tell which chain
+    of calls earned the reward. Rollouts with an error stay in the folder for inspection. The group's id is made from
+    the rollouts, so after a crash call this again; `Conflict` means that they were put before.
     """
     name = id or f"{prompt[:200]}#{xxhash.xxh3_64_hexdigest(chr(0).join(sorted(rewards)).encode())}"
     store = CallStore(folder)
@@ -162,6 +162,7 @@ def put_group(
             trajectories[rollout] = trajectory
             builder.add(trajectory)
         group = builder.put()
+        # Only now: the group is durable at the plane. A crash before this line puts the same group again.
         done = [snapshots[rollout] for rollout, trajectory in trajectories.items() if trajectory.error is None]
         store.drop((snapshot.rollout, snapshot.id, snapshot.version) for snapshot in done)
         return group
@@ -178,10 +179,10 @@ def trajectory_of(
     all_chains: bool = False,
     **fields: Any,
 ) -> Trajectory:
-    """A frozen rollout as a trajectory. `fields` are `Trajectory`'s.
+    """Convert a frozen rollout into a trajectory. `fields` are fields of `Trajectory`.
 
-    Trained is the chain of calls that ends with `response`, or the only one. With `all_chains` it is every chain that
-    Gym could verify: sub-agents, and what came before and after a compaction.
+    Trains the chain of calls that ends with `response`, or the only chain. With `all_chains`, trains every chain that
+    Gym could verify: sub-agents, and the calls before and after a compaction.
     """
     from nemo_gym.token_id_capture.builder import prefix_merging
     from nemo_gym.token_id_capture.terminal import resolve_terminal
@@ -198,13 +199,13 @@ def trajectory_of(
         turns, parents = [Turn(_some_prompt(entries, snapshot.rollout_id))], [-1]
         error = error or "no call sampled anything"
     routed = sum(entry.routed_experts is not None for entry in entries)
-    said = None if error is None else f"nemo-gym: {error}"
-    fields = {"id": snapshot.rollout_id, "routing_gaps": routed, "error": said} | fields
+    message = None if error is None else f"nemo-gym: {error}"
+    fields = {"id": snapshot.rollout_id, "routing_gaps": routed, "error": message} | fields
     return Trajectory(turns=turns, parents=parents, reward=reward, **fields)
 
 
 def _why_not(notes: Any, response: object, terminal: str | None, delivered: bool, all_chains: bool) -> str | None:
-    """Why Gym would mask the rollout; None if it would not."""
+    """Return why Gym would mask the rollout, or None."""
     if delivered:
         return None
     if terminal is not None:
@@ -212,7 +213,7 @@ def _why_not(notes: Any, response: object, terminal: str | None, delivered: bool
     if notes.unresolved_parent_calls:
         return f"call {notes.unresolved_parent_calls[0]!r} continues a call that could not be verified"
     if notes.unresolved_retries:
-        return f"call {notes.unresolved_retries[0]!r} was made twice; which was kept is not known"
+        return f"call {notes.unresolved_retries[0]!r} was made twice; which one was used is not known"
     if notes.chains != 1 and not all_chains:
         known = "the response belongs to none of them" if response is not None else "give the response that was scored"
         return f"{notes.chains} chains of calls; {known}, or all_chains=True"
@@ -220,11 +221,14 @@ def _why_not(notes: Any, response: object, terminal: str | None, delivered: bool
 
 
 def _tree(chains: list[Any]) -> tuple[list[Turn], list[int]]:
-    """Each call once: what its prompt added to its parent, then what it sampled."""
+    """Build the turns of each call once: the tokens its prompt adds to its parent, then the sampled ones.
+
+    Two chains a-b and a-c share call a: its turns are added with the first chain, and c's turns follow a's last one.
+    """
     turns: list[Turn] = []
     parents: list[int] = []
     ends: dict[str, int] = {}
-    """Call -> the turn it sampled."""
+    """Call -> index of the turn it sampled."""
     for chain in chains:
         at = -1
         for step, link in enumerate(chain.links):
@@ -248,6 +252,6 @@ def _tree(chains: list[Any]) -> tuple[list[Turn], list[int]]:
 def _some_prompt(entries: list[Any], rollout: str) -> list[int]:
     found = next((entry.prompt_token_ids for entry in entries if entry.prompt_token_ids), None)
     if found is None:
-        raise InvalidInput(f"rollout {rollout!r}: {len(entries)} calls without a token; there is nothing to put")
+        raise InvalidInput(f"rollout {rollout!r}: {len(entries)} calls without tokens; there is nothing to put")
     tokens: list[int] = found
     return tokens

@@ -1,12 +1,12 @@
-"""What the trainer made of every token, written back to the messages of verifiers traces.
+"""Write the trainer's values for every token back to the messages of verifiers traces.
 
     node.trainer_logprobs    the trainer's log-probabilities of the sampled tokens, beside the sampler's `logprobs`
-    node.entropies           of the trainer's policy
-    node.advantages          as they were trained
-    node.loss_weights["rl"]  1.0 on tokens that were trained, 0.0 on those that were not, or that the loss masked
+    node.entropies           entropies of the trainer's policy
+    node.advantages          advantages as trained
+    node.loss_weights["rl"]  1.0 on trained tokens, 0.0 on tokens that were not trained or that the loss masked
 
-The values are those of a token export (`penstock.view.TokenExporter`, `export_every` of a run). A trace says in its
-`info` which samples are its own; a sample's tokens are those of a path through the trace's messages.
+The values come from a token export (`penstock.view.TokenExporter`, `export_every` of a run). A trace's `info` holds the
+id of its samples, and a sample's tokens are those of one path through the trace's messages.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from penstock.integrations.environments.verifiers_rollouts import SAMPLE, TRACES
 from penstock.view import Record
 
 _BRANCH = re.compile(r"(.*/\d+)(?:\.\d+)?")
-"""A sample's id: that of its rollout, and the number of its branch if it is not the first."""
+"""Matches a sample's id: group/rollout for the first branch (p#1/3), then group/rollout.branch (p#1/3.2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """One sample as it was trained; all [T]."""
+    """The exported values of one trained sample; all arrays are [T]."""
 
     token_ids: NDArray[Any]
     loss_mask: NDArray[np.bool_]
     values: dict[str, NDArray[Any]]
-    """By the node's field."""
+    """By field of the trace's node."""
     kept: NDArray[np.bool_]
-    """Trained, and not masked by the loss."""
+    """Trained and not masked by the loss."""
 
 
 @dataclass(slots=True)
 class Annotated:
     traces: int = 0
-    """Of which at least one message was annotated."""
+    """Traces with at least one annotated message."""
     tokens: int = 0
     untrained: int = 0
     """Traces that no exported step trained."""
@@ -57,7 +57,7 @@ Index = Mapping[str, Sequence[Trained]]
 
 
 def index_records(records: Iterable[Record]) -> Index:
-    """The samples of an export by rollout; of a sample that was trained several times, the last one counts."""
+    """Index an export's samples by rollout. If a sample was trained several times, the last time counts."""
     latest: dict[str, Trained] = {}
     for record in records:
         name = record.facts.get("sample_id")
@@ -84,15 +84,16 @@ def _trained(record: Record) -> Trained:
 
 
 def annotate_trace(trace: Any, index: Index) -> int:
-    """Annotate one trace, an object or a record of one; returns how many sampled tokens have values now."""
+    """Annotate one trace, an object or a dict. Returns the number of sampled tokens that got values."""
     name, tokens = str((field_of(trace, "info", None) or {}).get(SAMPLE)), 0
+    # Fewest trained tokens first: if two samples trained the same message, the one that trained more writes last.
     for trained in sorted(index.get(name, ()), key=lambda one: int(one.loss_mask.sum())):
         tokens += _annotate_path(_path_of(trace, trained, name), trained)
     return tokens
 
 
 def _path_of(trace: Any, trained: Trained, name: str) -> list[Any]:
-    """The messages whose tokens the sample has, from the first; a sample may be cut short."""
+    """Find the path of messages, from the root, that begins with the sample's tokens. A sample may be truncated."""
     nodes = field_of(trace, "nodes")
     parents = {field_of(node, "parent", None) for node in nodes}
     for leaf in [i for i in range(len(nodes)) if i not in parents]:
@@ -104,7 +105,7 @@ def _path_of(trace: Any, trained: Trained, name: str) -> list[Any]:
         ids = np.concatenate([np.asarray(field_of(node, "token_ids"), np.int64) for node in path])
         if len(ids) >= len(trained.token_ids) and np.array_equal(ids[: len(trained.token_ids)], trained.token_ids):
             return path
-    raise InvalidInput(f"sample {name!r}: no path of its trace has its tokens; give the traces that it was made of")
+    raise InvalidInput(f"sample {name!r}: no path of its trace has its tokens; give the traces of the same run")
 
 
 def _annotate_path(path: Sequence[Any], trained: Trained) -> int:
@@ -114,7 +115,7 @@ def _annotate_path(path: Sequence[Any], trained: Trained) -> int:
         here = slice(start, start + len(mask))
         start += len(mask)
         own = trained.loss_mask[here]
-        # A message on two paths is trained on one of them; that one's values are what the loss saw.
+        # A message on two paths is trained on one of them only. Keep the values of that path: the loss saw those.
         known = field_of(node, "trainer_logprobs", None) is not None
         if not mask.any() or start > len(trained.token_ids) or (known and not own.any()):
             continue
@@ -134,11 +135,11 @@ def _set(node: Any, name: str, value: Any) -> None:
 
 
 def annotate_file(traces: Path, records: Iterable[Record], out: Path) -> Annotated:
-    """Annotate the traces of a folder or file; `out` appears whole or not at all, and may be the same file."""
+    """Annotate the traces of a folder or file. `out` is replaced atomically and may be the same file."""
     source = traces / TRACES_FILE if traces.is_dir() else traces
     if not source.is_file():
         raise InvalidInput(
-            f"{traces}: no {TRACES_FILE} there; write one with `penstock rollouts verifiers ENV --traces FOLDER`"
+            f"{traces}: no {TRACES_FILE}; write one with `penstock rollouts verifiers ENV --traces FOLDER`"
         )
     index, found = index_records(records), Annotated()
     out.parent.mkdir(parents=True, exist_ok=True)

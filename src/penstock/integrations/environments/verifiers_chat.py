@@ -1,7 +1,7 @@
-"""A verifiers harness that chats in this process: no program is started for a rollout, so one takes milliseconds.
+"""A verifiers harness that chats in this process. It starts no program, so a rollout takes milliseconds.
 
-For tasks that are a conversation and need no tools. verifiers' own `null` harness starts a Python process per rollout.
-Export it from the module of your taskset, which makes it the taskset's default:
+Use it for tasks that are a conversation without tools. verifiers' own `null` harness starts a Python process per
+rollout. Export it from the module of your taskset to make it the taskset's default:
 
     from penstock.integrations.environments.verifiers_chat import ChatHarness
     __all__ = ["MyTaskset", "ChatHarness"]
@@ -22,7 +22,7 @@ except ImportError as error:
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
-    """One request per turn, made from here."""
+    """Sends one request per turn from this process."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -32,8 +32,8 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
     async def launch(
         self,
         ctx: Any,
-        trace: Any,  # noqa: ARG002 - the model's answer is recorded where the request passes
-        runtime: Any,  # noqa: ARG002 - nothing runs in it
+        trace: Any,  # noqa: ARG002 - verifiers' proxy records the answer
+        runtime: Any,  # noqa: ARG002 - no program runs in it
         endpoint: str,
         secret: str,
         mcp_urls: dict[str, str],
@@ -49,7 +49,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
             messages.append({"role": "user", "content": prompt})
         else:
             messages += [message_to_wire(message) for message in prompt or []]
-        async with httpx.AsyncClient(timeout=None) as client:  # noqa: S113 - the rollout's own deadline holds
+        async with httpx.AsyncClient(timeout=None) as client:  # noqa: S113 - the rollout has its own deadline
             answer = await client.post(
                 f"{endpoint}/chat/completions",
                 json={"model": ctx.model, "messages": messages},

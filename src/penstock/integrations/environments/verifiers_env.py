@@ -1,10 +1,10 @@
-"""A verifiers environment that plays episodes: in this process, or on an env server.
+"""Play episodes of a verifiers environment, in this process or on an env server.
 
-    in this process    the environment is loaded here; its agents' programs run where their runtime says
+    in this process    the environment is loaded here; its agents' programs run in their configured runtime
     env server         `verifiers.v1.serve` runs it elsewhere; only its tasks are loaded here
 
-Either way the model is reached through verifiers' train client: prompts are rendered to token ids here, and the
-endpoint continues them (`/inference/v1/generate`), so that every sampled token has its id and log-probability.
+In both cases verifiers' train client calls the model: prompts are rendered to token ids here, and the endpoint
+continues them (`/inference/v1/generate`), so that every sampled token has its id and log-probability.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.errors import ConfigError
 from penstock.extras import missing
 
 Play = Callable[[Any], Awaitable[Any]]
-"""One task -> one finished episode."""
+"""Plays one task and returns the finished episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,24 +33,25 @@ class Environment:
     name: str
     """The taskset: the name of an installed package, or of a module in the current folder."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """verifiers' own settings of the environment, as its `[env]` table has them."""
+    """verifiers' settings of the environment, as in its `[env]` table."""
     runtime: str = ""
-    """Where agents' programs run: subprocess, docker, ...; empty: as the environment says."""
+    """Where agents' programs run: subprocess, docker, ...; empty: the environment's default."""
     server: str = ""
-    """The address of an env server; empty: in this process."""
+    """Address of an env server; empty: play in this process."""
 
     def load(self) -> Any:
-        """The environment of verifiers; raises what is wrong with its settings."""
+        """Load verifiers' environment. Raises ConfigError for wrong settings."""
         vf = _verifiers()
         from pydantic import ValidationError
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
         if str(Path.cwd()) not in sys.path:
-            sys.path.insert(0, str(Path.cwd()))  # modules of the current folder, as `python -m` has them
+            sys.path.insert(0, str(Path.cwd()))  # find modules of the current folder, like `python -m`
         tables = _merged({"taskset": {"id": self.name}}, self.settings)
         try:
             config = resolve_env_config(tables)
             if self.runtime:
+                # Which roles there are is known only after a first resolution.
                 roles = [name for name, value in config if isinstance(value, vf.AgentConfig)]
                 tables = _merged(tables, {role: {"runtime": {"type": self.runtime}} for role in roles})
                 config = resolve_env_config(tables)
@@ -63,7 +64,7 @@ class Environment:
 
     @contextlib.asynccontextmanager
     async def playing(self, env: Any, model: Any) -> AsyncIterator[Play]:
-        """A function that plays one episode with the model."""
+        """Yield a function that plays one episode with the model."""
         if self.server:
             async with _remote(self.server, model) as play:
                 yield play
@@ -78,9 +79,9 @@ class Environment:
 
 
 def free_renderers() -> None:
-    """Let the event loop that runs now use the `renderers` package, also after another one did.
+    """Let the current event loop use the `renderers` package after another loop has used it.
 
-    It keeps one asyncio lock for the process, which belongs to the loop that first waited for it (0.1.12).
+    The package has one asyncio lock per process, bound to the first loop that waited for it (0.1.12).
     """
     from renderers import client
 
@@ -103,7 +104,7 @@ async def _remote(address: str, model: Any) -> AsyncIterator[Play]:
 def model_context(
     *, endpoint: str, model: str, tokenizer: str, renderer: str, api_key_var: str, sampling: Mapping[str, Any]
 ) -> Any:
-    """Which model is asked, how prompts become ids, and how tokens are sampled."""
+    """Return verifiers' model context: the endpoint, the renderer that makes token ids, the sampling settings."""
     vf = _verifiers()
     tables: dict[str, Any] = {
         "base_url": endpoint,
@@ -119,7 +120,7 @@ def model_context(
 
 
 def tasks_of(env: Any, *, seed: int) -> Iterator[Any]:
-    """The environment's tasks, again and again, in another order each time; endless ones in their own order."""
+    """Yield the environment's tasks forever, in another order each epoch. Unbounded tasksets keep their order."""
     taskset = env.taskset
     for epoch in itertools.count():
         found = False
@@ -127,11 +128,11 @@ def tasks_of(env: Any, *, seed: int) -> Iterator[Any]:
             found = True
             yield task
         if not found:
-            raise ConfigError(f"environment {env.config.env_id!r}: it has no tasks")
+            raise ConfigError(f"environment {env.config.env_id!r}: has no tasks; check its settings")
 
 
 async def ask_endpoint(endpoint: str, *, api_key_var: str) -> dict[str, Any]:
-    """What the endpoint says of its first model: `id`, and with some servers `policy_version`."""
+    """Return the card of the endpoint's first model: `id`, and from some servers `policy_version`."""
     import httpx
 
     key = os.environ.get(api_key_var, "EMPTY")
@@ -142,7 +143,7 @@ async def ask_endpoint(endpoint: str, *, api_key_var: str) -> dict[str, Any]:
             card: dict[str, Any] = answer.json()["data"][0]
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
-            f"endpoint {endpoint}: {type(error).__name__}: {error}; give the address that ends in /v1 of a server with "
+            f"endpoint {endpoint}: {type(error).__name__}: {error}; give the URL, ending in /v1, of a server with "
             "/inference/v1/generate, such as vLLM or `penstock rollouts endpoint`"
         ) from None
     return card
@@ -157,7 +158,7 @@ def _verifiers() -> Any:
 
 
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables with the values of the second where both have one.
+    """Merge nested tables. Values of the second win.
 
     >>> _merged({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}})
     {'a': {'b': 1, 'c': 3}}

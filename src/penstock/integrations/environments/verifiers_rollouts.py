@@ -1,16 +1,16 @@
-"""Groups from a verifiers environment into a plane, as they finish.
+"""Play a verifiers environment and put its groups into a plane as they finish.
 
-A task is played `group_size` times against an OpenAI-compatible endpoint; what came of it is one group. Episodes are
-played at the same time, at most `in_flight` of them, and a group that finishes is put while others are played. When
-the plane has no room, puts wait, and no new task is begun meanwhile.
+Each task is played `group_size` times against an OpenAI-compatible endpoint, and these rollouts are one group. At most
+`in_flight` episodes run at once, and a finished group is put while others are played. When the plane is full, puts
+wait, and no new task is started in the meantime.
 
     from penstock.integrations.environments.verifiers_rollouts import Environment, Rollouts
 
     rollouts = Rollouts(environment=Environment(name="my-taskset"), endpoint="http://127.0.0.1:8000/v1")
     rollouts.run(plane)            # or: await rollouts.arun(plane)
 
-Where several agents are trained, each has groups of its own: a baseline is that of rollouts in one role. Rollouts that
-failed have no part in a baseline and train nothing; a group of which all failed is not put, and counted.
+If several agents are trained, each has its own groups: a baseline compares rollouts in one role. Failed rollouts are
+left out of the baseline and train nothing. A group in which all rollouts failed is counted and not put.
 """
 
 from __future__ import annotations
@@ -43,38 +43,38 @@ from penstock.integrations.environments.verifiers_env import (
 __all__ = ["TRACES_FILE", "Environment", "Rollouts", "Tally"]
 
 TRACES_FILE = "traces.jsonl"
-"""As verifiers names it in a folder of results."""
+"""verifiers' name for it in a results folder."""
 SAMPLE = "penstock_sample"
-"""In a trace's `info`: the id that its samples begin with."""
+"""Key in a trace's `info`: the prefix of its samples' ids."""
 _FAILED = "rollout failed"
 _ANSWER_S = 5.0
-"""How long an interrupted put waits for its answer."""
+"""Seconds that an interrupted put waits for its answer."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What was put, and what was not."""
+    """Counts of what was put and what was not."""
 
     groups: int = 0
-    """Put."""
+    """Groups put."""
     rollouts: int = 0
-    """In those groups."""
+    """Rollouts in those groups."""
     tokens: int = 0
     rewards: float = 0.0
     """Summed over the rollouts that have one."""
     rewarded: int = 0
     failed: int = 0
-    """Rollouts that did not end well, put or not."""
+    """Failed rollouts, put or not."""
     dropped_groups: int = 0
-    """Not put: every rollout failed, or filters left none."""
+    """Groups not put: every rollout failed, or filters removed all."""
     playing: int = 0
-    """Episodes under way."""
+    """Episodes running now."""
     last_failure: str = ""
     failures_in_a_row: int = 0
-    """Groups."""
+    """Groups in a row in which every rollout failed."""
 
     def count(self, group: Group, rollouts: Sequence[Trajectory]) -> None:
-        """A group that was made of rollouts, and put unless filters left nothing of it."""
+        """Count a group made from rollouts. It was put unless filters removed all of it."""
         if not len(group):
             self.dropped_groups += 1
             return
@@ -94,38 +94,38 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """What to roll out, and how."""
+    """What to roll out, and how. `run` plays and puts."""
 
     environment: Environment
     endpoint: str
     """Base URL of a server with /inference/v1/generate; ends in /v1."""
     model: str = ""
-    """What the endpoint calls it; empty: the first one it names."""
+    """The endpoint's name for the model; empty: its first model."""
     tokenizer: str = ""
-    """Folder or name of the tokenizer that prompts are rendered with; empty: that of `model`."""
+    """Folder or name of the tokenizer that renders prompts; empty: that of `model`."""
     renderer: str = ""
     """Name of a renderer of the `renderers` package; empty: found by the model's name."""
     api_key_var: str = "OPENAI_API_KEY"
     """Environment variable with the endpoint's key."""
     sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 1.0})
-    """temperature, top_p, max_tokens, ... as the endpoint takes them."""
+    """temperature, top_p, max_tokens, ... under the endpoint's names."""
     group_size: int = 8
     groups: int | None = None
-    """How many; None: until it is stopped."""
+    """Number of groups; None: until stopped."""
     in_flight: int = 32
     """Episodes played at the same time."""
     max_failures: int = 3
-    """Groups in a row of which every rollout failed, after which it ends."""
+    """End after this many groups in a row in which every rollout failed."""
     seed: int | None = None
-    """Of the order of tasks; None: another order each time."""
+    """Seed for the order of tasks; None: another order each time."""
     evaluation: bool = False
-    """Groups are recorded and never trained."""
+    """Record the groups and never train them."""
     advantage: Advantage | None = grpo
     filters: tuple[Filter, ...] = ()
     images: ImageLookup | None = None
     """An image's URL -> its hash and grid; for traces that hold image tokens."""
     traces: Path | None = None
-    """A folder; episodes are appended to its `traces.jsonl`, so that they can be annotated later."""
+    """A folder. Episodes are appended to its `traces.jsonl`, so that they can be annotated later."""
 
     def __post_init__(self) -> None:
         for name in ("group_size", "in_flight", "max_failures"):
@@ -135,12 +135,12 @@ class Rollouts:
             raise ConfigError(f"groups: {self.groups}; must be at least 1, or None for no end")
 
     def run(self, plane: Plane, tally: Tally | None = None) -> Tally:
-        """`arun` in an event loop of its own; ends with the last group, or with an interrupt."""
+        """Run `arun` in a new event loop. Ends after the last group, or at an interrupt."""
         return asyncio.run(self.arun(plane, tally))
 
     @contextlib.contextmanager
     def running(self, plane: Plane) -> Iterator[Tally]:
-        """`arun` in a thread, for as long as the block is at work; what ended it early is raised at the block's end."""
+        """Run `arun` in a thread during a `with` block. An error in it is raised at the end of the block."""
         loop, tally = asyncio.new_event_loop(), Tally()
         task = loop.create_task(self.arun(plane, tally))
         thread = threading.Thread(target=_run_out, args=(loop, task), daemon=True, name="rollouts")
@@ -148,7 +148,7 @@ class Rollouts:
         try:
             yield tally
         finally:
-            with contextlib.suppress(RuntimeError):  # it has ended by itself
+            with contextlib.suppress(RuntimeError):  # the loop has already ended
                 loop.call_soon_threadsafe(task.cancel)
             thread.join()
         if not task.cancelled():
@@ -157,7 +157,7 @@ class Rollouts:
     async def arun(
         self, plane: Plane, tally: Tally | None = None, *, on_change: Callable[[Tally], None] | None = None
     ) -> Tally:
-        """Play and put; returns what was put. `tally` is written to meanwhile, so it also says so after an error."""
+        """Play and put. Returns the tally. Pass your own `tally` to have the counts after an error too."""
         require("penstock rollouts verifiers", "verifiers")
         found = Tally() if tally is None else tally
         card = await ask_endpoint(self.endpoint, api_key_var=self.api_key_var)
@@ -177,7 +177,7 @@ class Rollouts:
 
 
 class _Players:
-    """The episodes under way, and the groups they become."""
+    """Runs episodes concurrently and puts the groups they form."""
 
     def __init__(
         self,
@@ -190,7 +190,8 @@ class _Players:
         self._rollouts, self._plane, self._play, self._tally = rollouts, plane, play, tally
         self._on_change = on_change or (lambda _: None)
         self._places = asyncio.Semaphore(rollouts.in_flight)
-        # Twice as many groups as fill the places: while the last episode of one ends, another's are played.
+        # Twice as many groups as fill the slots: while the last episode of one group ends, others' are played.
+        # With in_flight 32 and groups of 8: 2 * 4 = 8 groups. -(-a // b) rounds up.
         self._groups = asyncio.Semaphore(2 * -(-rollouts.in_flight // rollouts.group_size))
         self._writing = asyncio.Lock()
 
@@ -201,7 +202,7 @@ class _Players:
             async with asyncio.TaskGroup() as group:
                 while self._rollouts.groups is None or begun < self._rollouts.groups:
                     await self._groups.acquire()
-                    task = await asyncio.to_thread(next, tasks)  # a taskset may load its data here
+                    task = await asyncio.to_thread(next, tasks)  # may load data: not on the event loop
                     group.create_task(self._group(task))
                     begun += 1
         except BaseExceptionGroup as several:
@@ -228,13 +229,13 @@ class _Players:
                 self._on_change(self._tally)
 
     async def _version(self) -> int | None:
-        """That of the weights which are about to sample: the endpoint's word for it, or the trainer's."""
+        """Return the version of the weights about to sample: as the endpoint reports it, else as the plane knows it."""
         try:
             card = await ask_endpoint(self._rollouts.endpoint, api_key_var=self._rollouts.api_key_var)
         except ConfigError:
-            card = {}  # it is away; what is played now fails, and that is counted
-        said = card.get("policy_version")
-        return said if isinstance(said, int) else await asyncio.to_thread(lambda: self._plane.policy_version)
+            card = {}  # unreachable: the episodes fail too, and are counted
+        version = card.get("policy_version")
+        return version if isinstance(version, int) else await asyncio.to_thread(lambda: self._plane.policy_version)
 
     async def _put(self, prompt: str, version: int | None, episodes: Sequence[Any]) -> None:
         by_agent: dict[str, list[tuple[Trajectory, Any]]] = defaultdict(list)
@@ -251,12 +252,12 @@ class _Players:
             await self._plane.adiscard(_FAILED, len(episodes))
         if self._tally.failures_in_a_row >= self._rollouts.max_failures:
             raise PeerError(
-                f"{self._tally.failures_in_a_row} groups in a row have no rollout that worked; the last failed with "
-                f"{self._tally.last_failure}; look at the environment and at {self._rollouts.endpoint}"
+                f"{self._tally.failures_in_a_row} groups in a row have only failed rollouts; the last failed with "
+                f"{self._tally.last_failure}; check the environment and {self._rollouts.endpoint}"
             )
 
     def _read(self, episode: Any) -> list[tuple[Trajectory, Any]]:
-        """An episode's trajectories, each with its trace; none where it failed before there was anything to read."""
+        """Return an episode's trajectories, each with its trace; empty if it failed before it had any."""
         if isinstance(episode, BaseException):
             if not isinstance(episode, Exception):
                 raise episode
@@ -265,8 +266,8 @@ class _Players:
         try:
             found = from_verifiers(episode, images=self._rollouts.images)
         except InvalidInput as error:
-            said = [one.last_error for one in (episode, *episode.traces) if one.last_error is not None]
-            self._note_failure(f"{said[-1].type}: {said[-1].message}" if said else str(error))
+            errors = [one.last_error for one in (episode, *episode.traces) if one.last_error is not None]
+            self._note_failure(f"{errors[-1].type}: {errors[-1].message}" if errors else str(error))
             return []
         for trajectory in found:
             if trajectory.error is not None:
@@ -293,7 +294,7 @@ class _Players:
         try:
             group = await asyncio.shield(putting)
         except asyncio.CancelledError:
-            # What is on its way is likely there already: wait for the answer, so that the tally is right.
+            # The put is probably accepted already. Wait for the answer, so that the tally counts it.
             await asyncio.wait({putting}, timeout=_ANSWER_S)
             if putting.done() and not putting.cancelled() and putting.exception() is None:
                 self._tally.count(putting.result(), [trajectory for trajectory, _ in rows])
@@ -311,7 +312,7 @@ class _Players:
 
 
 def _run_out(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Tally]) -> None:
-    """Run the loop until the task has ended, however it does."""
+    """Run the loop until the task has ended, and close it. `running` raises the task's error."""
     try:
         with contextlib.suppress(asyncio.CancelledError, Exception):
             loop.run_until_complete(task)
@@ -328,6 +329,6 @@ def _append(path: Path, lines: Sequence[str]) -> None:
 
 
 def _name(task: Any) -> str:
-    """The prompt's name: the task's own, or its place in the taskset."""
+    """Return the prompt's name: the task's own, or its index in the taskset."""
     data = task.data
     return str(next(value for value in (data.id, data.name, data.idx, task.key) if value is not None))

@@ -1,13 +1,13 @@
-"""Events of Agent Lightning's gateway, read into trajectories: model requests with token ids, and the last reward.
+"""Read events of Agent Lightning's gateway as trajectories: model requests with token ids, and the last reward.
 
     {"event_type": "model_request", "rollout_id": "r1", "attempt_id": "0", "data": {"response": {...}, ...}}
     {"event_type": "reward", "rollout_id": "r1", "attempt_id": "0", "data": {"value": 1.0}}
 
-Both forms of a model request are read: the server's response as it was recorded, and the gateway's triplets
-(`prompt_token_ids`, `response_token_ids`, `response_log_probs`). As there, the last attempt counts, the last reward,
-and of several requests with the same prompt the last; requests that failed, or have no ids, are left out. A line may
-also hold a rollout with its events (`{"rollout": {...}, "events": [...]}`), whose `data_id` says which rollouts are of
-one group.
+Both forms of a model request are read: the server's recorded response, and the gateway's triplets
+(`prompt_token_ids`, `response_token_ids`, `response_log_probs`). As in Agent Lightning, the last attempt counts, the
+last reward, and of several requests with the same prompt the last. Requests that failed or have no ids are skipped. A
+line may also hold a rollout with its events (`{"rollout": {...}, "events": [...]}`). Rollouts with the same `data_id`
+form a group.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from penstock.capture import (
 )
 from penstock.convert import make_group
 from penstock.errors import InvalidInput
-from penstock.integrations.environments.lost import Lost
 from penstock.integrations.formats.file_or_stream import Place, lines_of
+from penstock.integrations.formats.lost import Lost
 from penstock.integrations.formats.sample_lines import json_object
 
 _BAD_STATUS = 400
@@ -42,7 +42,7 @@ _BAD_STATUS = 400
 def from_agent_lightning(
     events: Iterable[Any] | Mapping[str, Iterable[Any]], *, lost: Lost | None = None, **fields: Any
 ) -> Trajectory:
-    """The trajectory of one rollout's events, a list or by attempt as hooks get them; `fields` are `Trajectory`'s.
+    """Convert one rollout's events, a list or by attempt as in hooks, to a trajectory. `fields` are `Trajectory`'s.
 
     >>> answer = {"prompt_token_ids": [1, 2], "choices": [{"token_ids": [3], "finish_reason": "stop"}]}
     >>> events = [
@@ -82,7 +82,7 @@ def _last_attempt(events: Iterable[Any] | Mapping[str, Iterable[Any]], where: st
 
 
 def _add(requests: dict[Any, dict[str, Any]], data: Mapping[str, Any], where: str, lost: Lost | None) -> None:
-    """A response by its prompt: a later one with the same prompt takes the place of the earlier."""
+    """Add a response under its prompt. A later one with the same prompt replaces the earlier, and moves to the end."""
     answer = _answer(data, where)
     if answer is None:
         if lost is not None:
@@ -94,7 +94,7 @@ def _add(requests: dict[Any, dict[str, Any]], data: Mapping[str, Any], where: st
 
 
 def _answer(data: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """A response as inference servers give them; None for one that cannot be trained on."""
+    """Return a response in the form of inference servers; None if it cannot be trained."""
     status = data.get("http_status")
     if data.get("status") == "error" or (isinstance(status, int) and status >= _BAD_STATUS):
         return None
@@ -126,7 +126,7 @@ def _are_ids(value: Any) -> TypeGuard[list[int]]:
 
 
 def _experts(payload: Any, where: str) -> Any:
-    """Rows of experts; as text they are a numpy file in base64."""
+    """Return the experts' rows. Text is a numpy file in base64."""
     if not isinstance(payload, str):
         return payload
     try:
@@ -139,7 +139,7 @@ def _experts(payload: Any, where: str) -> Any:
 
 
 def read_agent_lightning(place: Place, lost: Lost) -> Iterator[Sample]:
-    """The samples of all rollouts in JSON lines, group by group; events of several rollouts may be interleaved."""
+    """Yield the samples of all rollouts, group by group. Events of several rollouts may be interleaved."""
     events: dict[str, list[Any]] = {}
     groups: dict[str, str] = {}
     with place.reading() as file:

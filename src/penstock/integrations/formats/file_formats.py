@@ -1,7 +1,7 @@
-"""The file formats that `penstock convert` knows, how one is told from another, and the conversion between any two.
+"""The file formats of `penstock convert`, how they are detected, and the conversion between any two.
 
-Every format reads samples one at a time, or writes them so; what has no place on the other side is counted by name. A
-format is chosen by the file's ending; where several share one, by what the file begins with.
+Formats read and write samples one at a time. What the other side cannot hold is counted by name. A format is detected
+by the file's ending, or by its first bytes if several share an ending.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from penstock.arrays import ALL_OR_NONE, WEIGHTS, Own, Sample
 from penstock.convert import Advantage, Rollouts, grpo, leave_one_out, raw_rewards
 from penstock.errors import InvalidInput
 from penstock.frames import MAGIC, by_group, read_frames, write_frames
-from penstock.integrations.environments.lost import Lost
-from penstock.integrations.environments.responses import one_number
 from penstock.integrations.formats.agent_lightning import read_agent_lightning
 from penstock.integrations.formats.file_or_stream import Place
+from penstock.integrations.formats.lost import Lost
+from penstock.integrations.formats.penstock_files import plane_folder_in, read_export, read_run_groups
 from penstock.integrations.formats.prime_rl_batches import HELD as PRIME_RL_HOLDS
 from penstock.integrations.formats.prime_rl_batches import PrimeRlWriter, read_prime_rl
-from penstock.integrations.formats.run_groups import plane_folder_in, read_run_groups
+from penstock.integrations.formats.responses import one_number
 from penstock.integrations.formats.sample_lines import read_lines, write_lines
 from penstock.integrations.formats.sample_tables import ROWS, columns_of, own_columns_of, read_table, write_table
 from penstock.integrations.formats.slime_samples import read_slime, write_slime
-from penstock.integrations.formats.token_exports import read_export
 from penstock.integrations.formats.verl_tensors import read_verl, write_verl
 from penstock.integrations.trainers.trl_samples import read_trl, write_trl
 from penstock.packing import pack
@@ -34,20 +33,20 @@ from penstock.packing import pack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What single formats must be told."""
+    """Options of single formats."""
 
     advantages: str | None = None
-    """How to make advantages of the rewards in a group: one of ADVANTAGES; none: they stay as they are."""
+    """How to compute advantages from a group's rewards: one of ADVANTAGES. None leaves them unchanged."""
     reward_key: str | None = None
-    """Of slime: which reward, where samples have several."""
+    """For slime: which reward, if samples have several."""
     ranks: int = 1
-    """Of prime-rl: data ranks of the trainer."""
+    """For prime-rl: data ranks of the trainer."""
     seq_len: int | None = None
-    """Of prime-rl: tokens of a micro-batch; by default those of the longest sample of a step."""
+    """For prime-rl: tokens per micro-batch; default: the longest sample of a step."""
     samples_per_step: int | None = None
-    """Of prime-rl: samples of a step; by default all are one step."""
+    """For prime-rl: samples per step; default: all in one step."""
     first_step: int = 1
-    """Of prime-rl: the number of the first step."""
+    """For prime-rl: number of the first step."""
 
 
 _LOOK = 1 << 20
@@ -64,16 +63,16 @@ class FileFormat:
     endings: tuple[str, ...] = ()
     """Longer ones are tried first."""
     keys: tuple[str, ...] = ()
-    """Fields that the first JSON line has, for formats that share an ending."""
+    """Fields of the first JSON line, to tell formats apart that share an ending."""
     is_folder: bool = False
-    """Whether a folder is written, which has no ending."""
+    """Whether the format is a folder, which has no ending."""
     read: Read | None = None
     write: Write | None = None
 
 
 @dataclass(slots=True)
 class Conversion:
-    """What was converted, and what of it was lost."""
+    """Counts of a conversion, and what it lost."""
 
     inputs: tuple[str, ...]
     sources: tuple[str, ...]
@@ -82,18 +81,18 @@ class Conversion:
     target: str
     samples: int = 0
     groups: int = 0
-    """Runs of samples that have one group."""
+    """Number of consecutive runs of samples with the same group."""
     tokens: int = 0
     loss_tokens: int = 0
     lost: Lost = field(default_factory=Lost)
 
     @property
     def written(self) -> int:
-        """Samples that the target could hold."""
+        """Number of samples that the target could hold."""
         return self.samples - sum(self.lost.left_out.values())
 
     def counted(self, samples: Iterable[Sample], tell: Callable[[Conversion], None]) -> Iterator[Sample]:
-        """The samples, counted as they pass."""
+        """Yield the samples and count them."""
         group: str | None = None
         for sample in samples:
             self.samples += 1
@@ -120,9 +119,9 @@ def convert_files(
     options: Options | None = None,
     tell: Callable[[Conversion], None] = lambda _: None,
 ) -> Conversion:
-    """Read samples from files, one after the other, and write them to one; `-` is standard input or output.
+    """Read samples from files in turn and write them to one file. `-` is standard input or output.
 
-    `source` and `target` name formats where endings do not. `tell` is called for every sample.
+    `source` and `target` name formats that cannot be detected. `tell` is called for every sample.
 
     >>> import tempfile, penstock as ps
     >>> from pathlib import Path
@@ -148,7 +147,9 @@ def convert_files(
     rows = samples(done.lost)
     if options.advantages is not None:
         rows = with_advantages(rows, options.advantages)
-    if into.name == "parquet":  # its schema is written first
+    if into.name == "parquet":
+        # Parquet writes its schema first, so own columns must be known before the first row. Files are read twice for
+        # that. A stream cannot be, so its first row group has to show all of them.
         streams = any(place.is_stream for place in places)
         first = list(islice(rows, ROWS)) if streams else []
         own = own_columns_of(first if streams else samples(Lost()))
@@ -159,14 +160,14 @@ def convert_files(
 
 
 def with_advantages(samples: Iterable[Sample], rule: str) -> Iterator[Sample]:
-    """The samples with advantages made of the rewards of those that have one group and follow one another."""
+    """Yield the samples with advantages computed from rewards, per run of consecutive samples of one group."""
     if rule not in ADVANTAGES:
-        raise InvalidInput(f"advantages {rule!r}: not a rule; there are {', '.join(ADVANTAGES)}")
+        raise InvalidInput(f"advantages {rule!r}: unknown; use one of {', '.join(ADVANTAGES)}")
     for group in by_group(samples):
         rewards = [one_number(sample, "rewards") for sample in group]
         if any(reward is None or math.isnan(reward) for reward in rewards):
             name = next(s.id for s, reward in zip(group, rewards, strict=True) if reward is None or math.isnan(reward))
-            raise InvalidInput(f"sample {name!r}.rewards: not one; advantages are made of the reward of every sample")
+            raise InvalidInput(f"sample {name!r}.rewards: no single reward; advantages need one for every sample")
         values = ADVANTAGES[rule](Rollouts.of([reward for reward in rewards if reward is not None]))
         yield from (s.replace(advantages=float(value)) for s, value in zip(group, values, strict=True))
 
@@ -175,25 +176,25 @@ def with_advantages(samples: Iterable[Sample], rule: str) -> Iterator[Sample]:
 
 
 def named(name: str, *, reading: bool) -> FileFormat:
-    """The format of that name; InvalidInput where it cannot be read, or written."""
+    """Return the format of that name. Raises InvalidInput if it cannot be read, or written."""
     found = FORMATS.get(name)
-    way = "read" if reading else "write"
-    able = [kind.name for kind in FORMATS.values() if getattr(kind, way) is not None]
+    action = "read" if reading else "write"
+    able = [kind.name for kind in FORMATS.values() if getattr(kind, action) is not None]
     if found is None or found.name not in able:
-        raise InvalidInput(f"format {name!r}: not one to {way}; there are {', '.join(able)}")
+        raise InvalidInput(f"format {name!r}: cannot {action} it; use one of {', '.join(able)}")
     return found
 
 
 def format_to_write(word: str) -> FileFormat:
-    """By the ending of the name."""
+    """Detect the output format by the file's ending."""
     kind = _by_ending(word, [one for one in FORMATS.values() if one.write is not None and not one.is_folder])
     if kind is None:
-        raise InvalidInput(f"{word}: no format has this ending; say which one with --to, see --formats")
+        raise InvalidInput(f"{word}: no format has this ending; name one with --to, see --formats")
     return kind
 
 
 def format_to_read(place: Place) -> FileFormat:
-    """By what the file begins with, or by the ending of its name."""
+    """Detect the input format by the file's first bytes, or by its ending."""
     if not place.is_stream and place.path.is_dir():
         return FORMATS["prime-rl" if plane_folder_in(place.path) is None else "run"]
     with place.reading() as file:
@@ -208,12 +209,12 @@ def format_to_read(place: Place) -> FileFormat:
         return _parquet(place)
     kind = None if place.is_stream else _by_ending(place.word, list(FORMATS.values()))
     if kind is None or kind.read is None:
-        raise InvalidInput(f"{place.name}: not in a format that is known; say which one with --from, see --formats")
+        raise InvalidInput(f"{place.name}: unknown format; name it with --from, see --formats")
     return kind
 
 
 def _start(file: BinaryIO, *, stays: bool) -> bytes:
-    """The first bytes; of a stream as many as there are, and they stay to be read."""
+    """Return the first bytes. A stream is only peeked at: its bytes remain to be read."""
     if not stays:
         return file.read(_LOOK)
     peek = getattr(file, "peek", None)
@@ -226,7 +227,7 @@ def _by_ending(word: str, among: Sequence[FileFormat]) -> FileFormat | None:
 
 
 def _by_keys(start: bytes) -> FileFormat | None:
-    """By the fields of the first line: their names are looked for, for the line may be longer than what was read."""
+    """Detect a format by the fields of the first line. Searches for their names, because the line may be cut."""
     line = start.lstrip().partition(b"\n")[0]
     for kind in FORMATS.values():
         if kind.keys and all(f'"{key}"'.encode() in line for key in kind.keys):
@@ -253,7 +254,7 @@ def _write_frames(samples: Iterable[Sample], place: Place, lost: Lost, options: 
 
 
 def _write_prime_rl(samples: Iterable[Sample], place: Place, lost: Lost, options: Options, own: Own) -> None:  # noqa: ARG001
-    """Steps of packed micro-batches, in the folder that the trainer looks into."""
+    """Write steps of packed micro-batches into the folder that the trainer polls."""
     rows = (sample for sample in samples if lost.keeps(sample, needs=_needed(sample)) and _fits(sample, lost))
     number = options.first_step
     while batch := list(islice(rows, options.samples_per_step)):
@@ -262,15 +263,13 @@ def _write_prime_rl(samples: Iterable[Sample], place: Place, lost: Lost, options
         step = pack(held, ranks=options.ranks, seq_len=options.seq_len or longest)
         for rank in step.ranks:
             if (place.path / f"step_{number}" / f"rank_{rank.rank}.bin").exists():
-                raise InvalidInput(
-                    f"{place.name}/step_{number}: is there already; pass --first-step, or another folder"
-                )
+                raise InvalidInput(f"{place.name}/step_{number}: already exists; pass --first-step, or another folder")
             PrimeRlWriter(place.path, rank=rank.rank).write(rank, number=number)
         number += 1
 
 
 def _needed(sample: Sample) -> list[str]:
-    """What a sample cannot be trained without: by its mode, and by the weights it has of its own."""
+    """Return the columns a sample needs for training: by its mode, and by its own weights."""
     modes = {sample.mode}
     for name, mode in zip(WEIGHTS, ("rl", "sft", "opd"), strict=True):
         modes |= {mode} if name in sample and sample[name][sample.loss_mask].any() else set()
@@ -341,7 +340,7 @@ FORMATS = {
         ),
         FileFormat(
             name="run",
-            summary="the groups that a plane keeps in the folder of a run",
+            summary="the groups that a run's plane still has, from its folder",
             is_folder=True,
             read=_plain(read_run_groups),
         ),
@@ -377,4 +376,4 @@ FORMATS = {
         ),
     )
 }
-"""By name. Of formats that share fields of a line, the one that asks for more stands first."""
+"""By name. If the fields of one format include those of another, it comes first."""

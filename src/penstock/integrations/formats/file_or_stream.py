@@ -1,4 +1,4 @@
-"""Where a conversion reads and writes: a file, a folder, standard input or output."""
+"""The input or output of a conversion: a file, a folder, or a standard stream."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Place:
 
     @property
     def name(self) -> str:
-        """How errors name it."""
+        """The name in error messages."""
         return "standard input" if self.is_stream else self.word
 
     @property
     def short(self) -> str:
-        """A name for records that have none of their own."""
+        """A prefix for the ids of records that have none."""
         return "stdin" if self.is_stream else self.path.name
 
     @property
     def path(self) -> Path:
-        """The path; InvalidInput for a stream, which formats that seek cannot use."""
+        """The path. Raises InvalidInput for a stream: formats that seek cannot use one."""
         if self.is_stream:
-            raise InvalidInput(f"{self.word}: this format is not read or written as a stream; give a file")
+            raise InvalidInput(f"{self.word}: this format needs a file and cannot use a stream")
         return Path(self.word)
 
     @contextmanager
@@ -49,13 +49,13 @@ class Place:
             yield sys.stdin.buffer
             return
         if self.path.is_dir():
-            raise InvalidInput(f"{self.word}: a folder; give a file, or say what the folder is with --from")
+            raise InvalidInput(f"{self.word}: a folder; give a file, or name the folder's format with --from")
         with self.path.open("rb") as file:
             yield file
 
     @contextmanager
     def writing(self) -> Iterator[BinaryIO]:
-        """A file that takes its name when it is complete, or standard output."""
+        """Open a file that appears under its name when it is complete, or standard output."""
         if self.is_stream:
             yield sys.stdout.buffer
             sys.stdout.buffer.flush()
@@ -63,13 +63,13 @@ class Place:
         if self.path.is_dir():
             raise InvalidInput(f"{self.word}: a folder; name a file to write")
         if not self.path.parent.is_dir():
-            raise InvalidInput(f"{self.word}: there is no folder {self.path.parent}; make it first")
+            raise InvalidInput(f"{self.word}: folder {self.path.parent} does not exist; create it first")
         with replacing(self.path) as file:
             yield file
 
 
 def lines_of(file: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
-    """Each line that is not empty, with its place for errors: `file:line`, lines from 1."""
+    """Yield (`file:line`, line) for each line that is not blank. Lines count from 1."""
     number = 0
     while line := file.readline(MAX_LINE_BYTES):
         number += 1

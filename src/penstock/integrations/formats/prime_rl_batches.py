@@ -1,14 +1,14 @@
-"""prime-rl's micro-batches on disk, written for its stock trainer and read back: `step_N/rank_R.bin`.
+"""Write and read prime-rl's micro-batch files, `step_N/rank_R.bin`, for its stock trainer.
 
     outputs/rollouts/step_1/rank_0.bin     msgpack: a list of micro-batches, each an array by position
 
-Trainers of prime-rl with `rollout_transport = "filesystem"` wait for these files; `rollouts` is called `batches` since
-late August 2026. The layout is that of September 2026. Fields were only ever appended, and readers leave what is behind
-the ones they know, so earlier trainers take the same files.
+prime-rl trainers with `rollout_transport = "filesystem"` wait for these files. Since late August 2026 the folder
+`rollouts` is called `batches`. The layout is that of September 2026. Fields were only ever appended and readers ignore
+unknown trailing ones, so earlier trainers read the same files.
 
-What the trainer does with a file differs from Penstock in two places, and the writer sees to both. Padding is part of
-the last sequence. Weights of the cross-entropy and reference terms count wherever they are not zero, whatever the loss
-mask says, so they are zero where it is.
+The trainer treats a file differently from Penstock in two respects, and the writer handles both. Padding is part of the
+last sequence. Weights of the cross-entropy and reference terms count wherever they are not zero, regardless of the loss
+mask, so they are written as zero where the mask is zero.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import numpy as np
 from penstock.arrays import WEIGHTS, Array, ImageSpan, Ragged, Sample, offsets_of
 from penstock.atomic import replacing
 from penstock.errors import CorruptFile, InvalidInput
-from penstock.integrations.environments.lost import Lost
 from penstock.integrations.formats.file_or_stream import Place
+from penstock.integrations.formats.lost import Lost
 from penstock.packing import MicroBatch, StepOfRank
 
 MAX_FILE_BYTES = 4 << 30
@@ -34,41 +34,41 @@ HELD = (
     *("token_ids", "loss_mask", "logprobs", "temperatures", "advantages", "teacher_logprobs", *WEIGHTS),
     *("routed_experts", "mm_token_type_ids", "sampling_mask", "env", "mode", "images"),
 )
-"""What a file has a place for: modes as weights, images if the writer is told how to say them."""
+"""What a file can hold: modes as weights, images if the writer has a function for them."""
 _DTYPES = ("uint8", "uint16", "int16", "int32")
 _FILE = re.compile(r"rank_(\d{1,9})\.bin")
 _STEP = re.compile(r"step_(\d{1,18})")
 
 Images = Callable[[MicroBatch], object]
-"""What stands for the images of a micro-batch: see `encoded_tensors` and `image_refs`."""
+"""Encodes the images of a micro-batch: see `encoded_tensors` and `image_refs`."""
 
 
 class PrimeBatch(msgspec.Struct, array_like=True, gc=False, kw_only=True):
-    """A micro-batch as prime-rl writes it. Lists have one value per token, unless said otherwise."""
+    """A micro-batch in prime-rl's format. Lists have one value per token, unless noted."""
 
     input_ids: list[int]
     loss_mask: list[bool]
     advantages: list[float]
     inference_logprobs: list[float]
-    """Of the sampler, at the token that it is for; 0.0 where not sampled."""
+    """Log-probability of this token by the sampler; 0.0 if it was not sampled."""
     position_ids: list[int]
     sequence_lengths: list[int]
     """One per sequence."""
     temperatures: list[float]
     env_names: list[str]
     seq_lens: list[int]
-    """One per sequence: the boundaries of attention."""
+    """One per sequence; attention does not cross them."""
     ref_logprobs: list[float] | None = None
     routed_experts: tuple[bytes, list[int], str] | None = None
     """Bytes, [tokens, layers, top_k], dtype."""
     multimodal: Any = None
-    """Tensors by name up to August 2026, references to images since."""
+    """Tensors by name until August 2026, references to images since."""
     mm_token_type_ids: list[int] | None = None
     rl_weights: list[float] | None = None
     ce_weights: list[float] | None = None
     ref_kl_weights: list[float] | None = None
     sampling_mask: list[bytes | None] | None = None
-    """Bytes of int32: the ids that were kept, end to end; how many of them each token has."""
+    """Two buffers of int32: the kept ids, concatenated, and their number per token."""
     trace_ids: list[str] | None = None
     """One per sequence."""
     branch_indices: list[int] | None = None
@@ -76,7 +76,7 @@ class PrimeBatch(msgspec.Struct, array_like=True, gc=False, kw_only=True):
 
 
 class PrimeRlWriter:
-    """Writes one rank's steps as files that a stock prime-rl trainer waits for.
+    """Writes one rank's steps as files for a stock prime-rl trainer.
 
     >>> import tempfile, penstock as ps
     >>> sample = ps.Sample(token_ids=[5, 6], loss_mask=[0, 1], logprobs=[0, -0.5], advantages=1.0)
@@ -87,14 +87,14 @@ class PrimeRlWriter:
     """
 
     def __init__(self, folder: str | Path, *, rank: int, images: Images | None = None) -> None:
-        """`folder` is the trainer's `rollouts` (or `batches`) folder; `images` says what stands for images."""
+        """`folder` is the trainer's `rollouts` (or `batches`) folder; `images` encodes images."""
         self._folder, self._rank, self._images = Path(folder), rank, images
 
     def write(self, step: StepOfRank | Iterable[MicroBatch], *, number: int | None = None) -> Path:
-        """Write a step of `plane.source` or `pack`; it is on disk when this returns. Steps are counted from 1."""
+        """Write a step of `plane.source` or `pack`. It is on disk when this returns. Steps count from 1."""
         at = getattr(step, "number", None) if number is None else number
         if at is None:
-            raise InvalidInput("number: none, and the step has none; give the number of the step, from 1 up")
+            raise InvalidInput("number: missing, and the step has none; give the step's number, from 1 up")
         batches = [to_prime_rl(batch, images=self._images) for batch in step]
         path = self._folder / f"step_{at}" / f"rank_{self._rank}.bin"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ class PrimeRlWriter:
 
 
 def encoded_tensors(tensors: Mapping[str, Array]) -> dict[str, list[Any]]:
-    """Model inputs by name, as trainers up to August 2026 take them: pixel_values, image_grid_thw, ..."""
+    """Encode model inputs by name (pixel_values, image_grid_thw, ...), for trainers until August 2026."""
     return {
         name: [array.dtype.name, list(array.shape), np.ascontiguousarray(array).tobytes()]
         for name, array in tensors.items()
@@ -112,7 +112,7 @@ def encoded_tensors(tensors: Mapping[str, Array]) -> dict[str, list[Any]]:
 
 
 def image_refs(spans: Iterable[ImageSpan], url: Callable[[ImageSpan], str]) -> list[list[list[Any]]]:
-    """References to images, as trainers since then take them: where each lies, and its tokens."""
+    """Encode references to images, for later trainers: the URL of each, and its tokens."""
     return [[[url(span), span.offset, span.length] for span in spans]]
 
 
@@ -120,11 +120,11 @@ def image_refs(spans: Iterable[ImageSpan], url: Callable[[ImageSpan], str]) -> l
 
 
 def to_prime_rl(batch: MicroBatch, *, images: Images | None = None) -> PrimeBatch:
-    """A micro-batch as prime-rl has it."""
+    """Convert a micro-batch to prime-rl's format."""
     if batch.images and images is None:
         raise InvalidInput(
             f"micro-batch of {batch.segments.ids[:1]}: {len(batch.images)} images; "
-            "pass images=, which says what stands for them"
+            "pass images=, a function that encodes them"
         )
     mask: Array = batch["loss_mask"]
     lengths = _lengths(batch)
@@ -151,7 +151,7 @@ def to_prime_rl(batch: MicroBatch, *, images: Images | None = None) -> PrimeBatc
 
 
 def _lengths(batch: MicroBatch) -> list[int]:
-    """Tokens of each sequence; the last one has the padding."""
+    """Return the tokens of each sequence. The last one includes the padding: 5 7 with padding 4 is 5 11."""
     lengths: list[int] = batch.sequence_lengths.tolist()
     if batch.segments.ids and len(lengths) > batch.sample_count:
         lengths[-2:] = [sum(lengths[-2:])]
@@ -166,7 +166,7 @@ def _weights(batch: MicroBatch, name: str, mask: Array) -> Array | None:
 
 
 def _needed(batch: MicroBatch, name: str, mask: Array, *weights: Array | None) -> list[float]:
-    """A column that the terms with these weights cannot do without; 0.0 where they have no part."""
+    """Return a column that the loss terms with these weights need; zeros if none of them trains a token."""
     if name in batch:
         return _without_nan(batch[name])
     own = [values for values in weights if values is not None]
@@ -174,13 +174,13 @@ def _needed(batch: MicroBatch, name: str, mask: Array, *weights: Array | None) -
     if trained.any():
         token = int(trained.argmax())
         raise InvalidInput(
-            f"sample {batch.sample_at(token)!r}.{name}: none; prime-rl cannot train it without them, record them"
+            f"sample {batch.sample_at(token)!r}.{name}: missing; prime-rl cannot train without them, record them"
         )
     return [0.0] * batch.num_tokens
 
 
 def _without_nan(values: Array) -> list[float]:
-    """What is not recorded, on tokens that are not trained, as 0.0: the trainer computes with every value."""
+    """Replace NaN, on tokens that are not trained, by 0.0: the trainer computes with every value."""
     filled: list[float] = np.nan_to_num(values, nan=0.0).tolist()
     return filled
 
@@ -189,7 +189,7 @@ def _envs(batch: MicroBatch) -> list[str]:
     names: list[str] = []
     for env, length in zip(batch.segments.envs, batch.segments.lengths.tolist(), strict=True):
         if env == "all":
-            raise InvalidInput("env: 'all', a name that prime-rl keeps for sums over all; give the environment another")
+            raise InvalidInput("env: 'all', which prime-rl reserves for totals; rename the environment")
         names += [env] * length
     return names + [""] * (batch.num_tokens - len(names))
 
@@ -214,18 +214,18 @@ def _sampling_mask(batch: MicroBatch) -> list[bytes | None] | None:
 
 
 def read_batches(path: Path) -> list[PrimeBatch]:
-    """The micro-batches of one file."""
+    """Read the micro-batches of one file."""
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
-        raise CorruptFile(f"{path}: {size} bytes; this reader takes {MAX_FILE_BYTES}")
+        raise CorruptFile(f"{path}: {size} bytes; the limit is {MAX_FILE_BYTES}")
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=list[PrimeBatch])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptFile(f"{path}: {error}; not a file of micro-batches as prime-rl writes them") from None
+        raise CorruptFile(f"{path}: {error}; not a micro-batch file of prime-rl") from None
 
 
 def files_in(path: Path) -> list[Path]:
-    """The files of a folder of steps, of a step, or the file itself; by step, then rank."""
+    """List the files of a folder of steps or of one step, by step and rank; or the file itself."""
     if not path.is_dir():
         return [path]
     files = [file for file in (*path.glob("rank_*.bin"), *path.glob("step_*/rank_*.bin")) if _FILE.fullmatch(file.name)]
@@ -238,11 +238,11 @@ def _number(pattern: re.Pattern[str], name: str) -> int:
 
 
 def read_prime_rl(place: Place, lost: Lost) -> Iterator[Sample]:
-    """The samples of a file, or of all files in a folder; padding and dummies are not among them."""
+    """Yield the samples of a file, or of all files in a folder, without padding and dummies."""
     files = files_in(place.path)
     if not files:
         raise InvalidInput(
-            f"{place.name}: no run, and no step_N/rank_R.bin; give a run's folder, or prime-rl's rollouts"
+            f"{place.name}: no run and no step_N/rank_R.bin in it; give a run's folder, or prime-rl's rollouts folder"
         )
     for file in files:
         for m, batch in enumerate(read_batches(file)):
@@ -253,18 +253,18 @@ def read_prime_rl(place: Place, lost: Lost) -> Iterator[Sample]:
 
 
 def samples_of(batch: PrimeBatch, *, where: str, name: str) -> Iterator[Sample]:
-    """The samples of a micro-batch; they are called by their traces, or else `name` and a number."""
+    """Yield the samples of a micro-batch. Ids are their trace ids, or `name` and a number."""
     arrays = _arrays(batch, where)
     short = next((length for length in batch.sequence_lengths if length < 1), None)
     if short is not None:
-        raise CorruptFile(f"{where}: a sequence of {short} tokens; it has at least one")
+        raise CorruptFile(f"{where}: a sequence of {short} tokens; it must have at least one")
     edges = offsets_of(batch.sequence_lengths).tolist()
     if edges[-1] != len(batch.input_ids):
         raise CorruptFile(f"{where}: sequences of {edges[-1]} tokens for {len(batch.input_ids)} ids")
     for i, (a, b) in enumerate(pairwise(edges)):
         positions = arrays["position_ids"][a:b]
         begins = np.flatnonzero(positions[1:] == 0)
-        end = a + int(begins[0]) + 1 if len(begins) else b  # positions begin again where padding does
+        end = a + int(begins[0]) + 1 if len(begins) else b  # positions 0 1 2 0 1: padding starts at the second 0
         trace = batch.trace_ids[i] if batch.trace_ids and i < len(batch.trace_ids) else ""
         if not trace and not batch.env_names[a] and not any(batch.loss_mask[a:b]):
             continue  # padding, or a dummy
@@ -275,7 +275,7 @@ def samples_of(batch: PrimeBatch, *, where: str, name: str) -> Iterator[Sample]:
 
 
 def _arrays(batch: PrimeBatch, where: str) -> dict[str, Any]:
-    """The columns of a micro-batch by Penstock's names, all of one length."""
+    """Return the columns of a micro-batch under Penstock's names, all of one length."""
     given: dict[str, Any] = {
         "token_ids": np.array(batch.input_ids, np.int64),
         "loss_mask": np.array(batch.loss_mask, np.bool_),
@@ -301,7 +301,7 @@ def _arrays(batch: PrimeBatch, where: str) -> dict[str, Any]:
             if int(counts.sum()) != len(ids):
                 raise CorruptFile(f"{where}.sampling_mask: {len(ids)} ids for counts of {int(counts.sum())}")
     except (TypeError, ValueError) as error:
-        raise CorruptFile(f"{where}: {error}; not written by prime-rl, or cut short") from None
+        raise CorruptFile(f"{where}: {error}; not written by prime-rl, or truncated") from None
     for column, values in given.items():
         if len(values) != len(batch.input_ids):
             raise CorruptFile(f"{where}.{column}: {len(values)} values for {len(batch.input_ids)} tokens")
@@ -319,7 +319,7 @@ def _sample(arrays: dict[str, Any], cut: slice, *, env: str, id: str) -> Sample:
 
 
 def once(values: Array, mask: Array) -> Array:
-    """The one number of a column that has one on all trained tokens; context has it, or nothing."""
+    """Return one number for a column with one value on all trained tokens, and that or 0 on the others."""
     trained = values[mask] if mask.any() else values
     one = trained[:1].reshape(())
     return one if bool((trained == one).all() and ((values == one) | (values == 0))[~mask].all()) else values

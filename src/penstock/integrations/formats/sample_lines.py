@@ -1,11 +1,10 @@
-"""Samples as JSON lines: one object per sample, its columns under their own names, every float to the bit.
+"""Read and write samples as JSON lines: one object per sample, columns under their names, floats bit for bit.
 
     {"id": "17/0", "group": "17", "token_ids": [5, 6, 7], "loss_mask": [false, true, true], "rewards": 1.0}
 
-A column given once per sample is a number, one given per token a list, one of lists a list of lists; an absent one is
-absent. JSON has no word for what is not a number: in lists NaN is null, alone it is "NaN", and the infinities are
-"Infinity" and "-Infinity". Own columns are described in `columns`, by name: dtype, per, trailing dimensions, ragged,
-fill and padding.
+A column given once per sample is a number, one given per token a list, a ragged one a list of lists. Absent columns are
+omitted. JSON has no NaN: in lists NaN is null, alone it is "NaN", and the infinities are "Infinity" and "-Infinity".
+Own columns are described in `columns`, by name: dtype, per, trailing dimensions, ragged, fill and padding.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from penstock.arrays import (
 )
 from penstock.errors import InvalidInput
 from penstock.extras import require
-from penstock.integrations.environments.lost import Lost
 from penstock.integrations.formats.file_or_stream import Place, lines_of
+from penstock.integrations.formats.lost import Lost
 
-_FACTS = (*TEXT_COLUMNS, "policy_version", "images", "columns")
+_FIELDS = (*TEXT_COLUMNS, "policy_version", "images", "columns")
 _IMAGE_FIELDS = ImageSpan.__struct_fields__
 _DESCRIPTIONS = dict[str, Description]
-_WORDS = ("NaN", "Infinity", "-Infinity")
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
-def write_lines(samples: Iterable[Sample], place: Place, lost: Lost) -> None:  # noqa: ARG001 - all is held
-    """One line for each sample."""
+def write_lines(samples: Iterable[Sample], place: Place, lost: Lost) -> None:  # noqa: ARG001 - nothing is lost
+    """Write one line per sample."""
     require("JSON lines", "orjson")
     with place.writing() as file:
         for sample in samples:
@@ -51,9 +50,9 @@ def write_lines(samples: Iterable[Sample], place: Place, lost: Lost) -> None:  #
 
 
 def read_lines(place: Place, lost: Lost) -> Iterator[Sample]:
-    """The samples of a file, one at a time; fields that are no column are counted and left.
+    """Yield the samples of a file. Fields that are not columns are counted and skipped.
 
-    A sample without an id is called by its file and line.
+    A sample without an id is named by its file and line.
     """
     with place.reading() as file:
         for where, line in lines_of(file, place.name):
@@ -65,7 +64,7 @@ def read_lines(place: Place, lost: Lost) -> Iterator[Sample]:
 
 
 def json_object(line: bytes, where: str) -> dict[str, Any]:
-    """The object on a line."""
+    """Parse a line that must be one JSON object."""
     try:
         record = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -102,34 +101,34 @@ def _encoded(cells: Cells) -> bytes:
         return encoded
     array: Array = np.ascontiguousarray(cells).reshape(cells.shape or (1,))
     if array.dtype.kind == "f" and (np.isinf(array).any() or (cells.ndim == 0 and np.isnan(array).any())):
-        encoded = orjson.dumps(_plain(array) if cells.ndim else [_word(float(cells))])
+        encoded = orjson.dumps(_plain(array) if cells.ndim else [_text(float(cells))])
     else:
         encoded = orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)
     return encoded if cells.ndim else encoded[1:-1]
 
 
 def _plain(values: Any) -> Any:
-    """Floats in lists as JSON can say them."""
+    """Replace floats in lists that JSON cannot represent."""
     if isinstance(values, float):
-        return None if math.isnan(values) else _word(values)
+        return None if math.isnan(values) else _text(values)
     return [_plain(value) for value in (values if isinstance(values, list) else values.tolist())]
 
 
-def _word(value: Any) -> Any:
-    """A number, or the word for what is none."""
+def _text(value: Any) -> Any:
+    """Return a finite number unchanged, and the string for any other."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _from_word(value: Any) -> Any:
-    return math.nan if value is None else float(value) if value in _WORDS else value
+def _number(value: Any) -> Any:
+    return math.nan if value is None else float(value) if value in _NOT_FINITE else value
 
 
 def _sample(record: dict[str, Any], lost: Lost) -> Sample:
     own = read_described(record.get("columns"))
     table: Mapping[str, Column] = {**TOKEN_COLUMNS, **own}
-    lost.fields(record, known=(*_FACTS, *table))
+    lost.fields(record, known=(*_FIELDS, *table))
     given = {name: _cells(table[name], record[name]) for name in table if record.get(name) is not None}
     facts = {name: record[name] for name in (*TEXT_COLUMNS, "policy_version") if record.get(name) is not None}
     declared = {column: given.pop(name) for name, column in own.items() if name in given}
@@ -139,14 +138,14 @@ def _sample(record: dict[str, Any], lost: Lost) -> Sample:
 
 
 def described(own: Own) -> dict[str, list[Any]]:
-    """Own columns as JSON can say them: [dtype, per, trailing dimensions, ragged, fill, pad], by name."""
-    return {name: [_word(value) for value in column.described()] for name, column in own.items()}
+    """Describe own columns for JSON, by name: [dtype, per, trailing dimensions, ragged, fill, pad]."""
+    return {name: [_text(value) for value in column.described()] for name, column in own.items()}
 
 
 def read_described(given: Any) -> Own:
-    """The columns that were described; None stands for none."""
+    """Read the descriptions written by `described`. None means no columns."""
     try:
-        plain = {name: [_from_word(value) for value in form] for name, form in dict(given or {}).items()}
+        plain = {name: [_number(value) for value in form] for name, form in dict(given or {}).items()}
         return own_of(msgspec.convert(plain, _DESCRIPTIONS))
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         raise InvalidInput(
@@ -155,23 +154,23 @@ def read_described(given: Any) -> Own:
 
 
 def _cells(column: Column, value: Any) -> Any:
-    """The value with NaN and infinities where the line has words for them; `Sample` checks everything else."""
+    """Restore NaN and infinities. `Sample` checks everything else."""
     try:
         if column.numpy.kind != "f":
-            return _words64(column, value) if column.dtype == "<u8" else value
+            return _uint64(column, value) if column.dtype == "<u8" else value
         if column.ragged:
-            lists = [[_from_word(x) for x in row] for row in value]
+            lists = [[_number(x) for x in row] for row in value]
             return Ragged.of_lists(lists, column.numpy)
         if np.ndim(value) == 0:
-            return np.asarray(_from_word(value), _wide(column))
+            return np.asarray(_number(value), _wide(column))
         raw = np.asarray(value)
         return raw if raw.dtype.kind in "fiu" else np.array(value, _wide(column))
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidInput(f'{column.name}: {error}; give numbers, null or "Infinity"') from None
 
 
-def _words64(column: Column, value: Any) -> Any:
-    """Whole numbers up to 2**64 - 1, which numpy would make floats of where smaller ones stand beside them."""
+def _uint64(column: Column, value: Any) -> Any:
+    """Convert integers up to 2**64 - 1. numpy would turn [1, 2**64 - 1] into floats and lose digits."""
     if column.ragged:
         return Ragged.of_lists(value, np.uint64)
     numbers = np.array(value, object)
@@ -181,7 +180,7 @@ def _words64(column: Column, value: Any) -> Any:
 
 
 def _wide(column: Column) -> np.dtype[Any]:
-    """Wide enough that a number beyond the column is seen to be."""
+    """Return a dtype wide enough to notice numbers that do not fit the column."""
     return np.dtype(np.float64) if column.numpy.itemsize < 8 else column.numpy
 
 

@@ -1,8 +1,8 @@
-"""Samples as Parquet: a row per sample, a list along the tokens per column, zstd, every value to the bit.
+"""Read and write samples as Parquet: a row per sample, a list over tokens per column, zstd, values bit for bit.
 
-A column that a sample does not have is null in its row; one that was given once per sample is a list of one value.
-Own columns are described in the file's metadata, under `penstock.columns`. Images are structs with the hash, the grid
-and the place of each; their bytes stay in the asset store. Memory holds one row group.
+A column that a sample lacks is null in its row. One given once per sample is a list of one value. Own columns are
+described in the file's metadata, under `penstock.columns`. Images are structs with hash, grid and position; their bytes
+stay in the asset store. One row group is in memory at a time.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from penstock.arrays import (
 )
 from penstock.errors import CorruptFile, InvalidInput, PenstockError
 from penstock.extras import require
-from penstock.integrations.environments.lost import Lost
 from penstock.integrations.formats.file_or_stream import Place
+from penstock.integrations.formats.lost import Lost
 from penstock.integrations.formats.sample_lines import described, read_described
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 ROWS = 256
-"""Samples of a row group."""
+"""Samples per row group."""
 _KEY = b"penstock.columns"
-_FACTS = (*TEXT_COLUMNS, "policy_version", "images")
+_FIELDS = (*TEXT_COLUMNS, "policy_version", "images")
 
 
 def write_table(samples: Iterable[Sample], place: Place, lost: Lost, own: Own = NO_COLUMNS) -> None:  # noqa: ARG001
-    """One row for each sample. `own` are the own columns that any of them has: a file has one schema."""
+    """Write one row per sample. `own` are all own columns of the samples: a file has one schema."""
     require("Parquet", "pyarrow")
     import pyarrow.parquet as pq
 
@@ -58,11 +58,11 @@ def write_table(samples: Iterable[Sample], place: Place, lost: Lost, own: Own = 
 
 
 def read_table(place: Place, lost: Lost) -> Iterator[Sample]:
-    """The samples of a file; columns that are not of a sample are counted and left."""
+    """Yield the samples of a file. Unknown columns are counted and skipped."""
     with _opened(place) as file:
         names = file.schema_arrow.names
         own = _own(file.schema_arrow.metadata or {})
-        taken = {*_FACTS, *table_with(own)}
+        taken = {*_FIELDS, *table_with(own)}
         lost.unread.update({name: file.metadata.num_rows for name in names if name not in taken})
         at = 0
         for group in range(file.num_row_groups):
@@ -72,14 +72,14 @@ def read_table(place: Place, lost: Lost) -> Iterator[Sample]:
 
 
 def columns_of(place: Place) -> list[str]:
-    """The names of a file's columns."""
+    """Return the names of a file's columns."""
     with _opened(place) as file:
         return list(file.schema_arrow.names)
 
 
 @contextmanager
 def _opened(place: Place) -> Iterator[Any]:
-    """The file; CorruptFile for what pyarrow cannot make sense of, in it or in what is read of it."""
+    """Open the file. Whatever pyarrow cannot read, now or in the block, becomes CorruptFile."""
     require("Parquet", "pyarrow")
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -90,11 +90,11 @@ def _opened(place: Place) -> Iterator[Any]:
     except (PenstockError, FileNotFoundError):
         raise
     except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise CorruptFile(f"{place.name}: {error}; not a Parquet file that can be read") from None
+        raise CorruptFile(f"{place.name}: {error}; not a readable Parquet file") from None
 
 
 def own_columns_of(samples: Iterable[Sample]) -> Own:
-    """The own columns that any of the samples has."""
+    """Collect the own columns of all samples."""
     found: dict[str, Column] = {}
     for sample in samples:
         for name, column in sample.own.items():
@@ -107,8 +107,8 @@ def _check_own(rows: list[Sample], own: Own) -> None:
         for name, column in sample.own.items():
             if name not in own or not own[name].is_like(column):
                 raise InvalidInput(
-                    f"sample {sample.id!r}: column {name!r} is not as in the samples before it, and a Parquet file has "
-                    "one schema; convert from a file instead of a stream, or convert them apart"
+                    f"sample {sample.id!r}: column {name!r} differs from the samples before it, and a Parquet file has "
+                    "one schema; convert from a file instead of a stream, or into separate files"
                 )
 
 
@@ -132,7 +132,7 @@ def _image_type() -> pa.DataType:
 
 
 def _inner(column: Column) -> pa.DataType:
-    """What stands along the tokens: a value, or lists of them, in the widest dtype that the column may have."""
+    """Return the type of a list's element: a value, or nested lists, in the column's widest dtype."""
     import pyarrow as pa
 
     kind = pa.from_numpy_dtype(np.dtype(column.dtypes[-1]))
@@ -153,7 +153,10 @@ def _batch(rows: list[Sample], own: Own, layout: pa.Schema) -> pa.RecordBatch:
 
 
 def _lists(found: list[Cells | None], column: Column) -> pa.ListArray:
-    """One column of all rows: its values end to end, and where each list begins."""
+    """Build one column of all rows from concatenated values and offsets.
+
+    [T=2, layers=3, k=1] becomes lists of 2, of 3 each, of 1 each: offsets are built from the innermost depth outwards.
+    """
     import pyarrow as pa
 
     given = [one if isinstance(one, Ragged) else np.atleast_1d(one) for one in found if one is not None]
@@ -170,7 +173,7 @@ def _lists(found: list[Cells | None], column: Column) -> pa.ListArray:
 
 
 def _sizes(values: Array, depth: int) -> Array:
-    """How long the lists of this depth are: all the same."""
+    """Return the lengths of the lists at this depth, which are all equal."""
     return np.full(math.prod(values.shape[:depth]), values.shape[depth])
 
 
@@ -182,14 +185,14 @@ def _own(metadata: dict[bytes, bytes]) -> Own:
 
 
 def _rows(table: pa.Table, own: Own, place: Place, first: int) -> Iterator[Sample]:
-    facts = {name: table[name].to_pylist() for name in _FACTS if name in table.column_names}
+    facts = {name: table[name].to_pylist() for name in _FIELDS if name in table.column_names}
     columns = {
         name: _Lists(table[name].combine_chunks(), column)
         for name, column in table_with(own).items()
         if name in table.column_names
     }
     if "token_ids" not in columns:
-        raise InvalidInput(f"{place.name}: no column token_ids; a row has the ids of one sample")
+        raise InvalidInput(f"{place.name}: no column token_ids; each row needs the ids of one sample")
     for i in range(len(table)):
         given = {name: cells for name, lists in columns.items() if (cells := lists.row(i)) is not None}
         text = {name: values[i] for name, values in facts.items() if name != "images" and values[i] is not None}
@@ -207,7 +210,7 @@ def _images(facts: dict[str, list[Any]], i: int) -> list[ImageSpan]:
 
 
 class _Lists:
-    """A column of lists, cut into rows without a copy of its values."""
+    """Slices a column of lists into rows without copying values."""
 
     def __init__(self, array: Any, column: Column) -> None:
         self._column = column
@@ -221,7 +224,7 @@ class _Lists:
     def row(self, i: int) -> Cells | None:
         if not self._valid[i]:
             return None
-        if not self._offsets:  # one number per row, as others may write it
+        if not self._offsets:  # one number per row: not written by us, but valid
             return np.asarray(self._values[i])
         a, b = self._bounds(i)
         inner = self._offsets[1:]

@@ -1,13 +1,13 @@
-"""Samples of slime and miles: what `--save-debug-rollout-data` writes and `--load-debug-rollout-data` reads.
+"""Read and write samples of slime and miles: the files of `--save-debug-rollout-data`.
 
     torch.save({"rollout_id": 7, "samples": [Sample.to_dict(), ...]}, "rollout_7.pt")
 
-Files are loaded with `weights_only=True`, so they cannot run code; one that needs more is refused. JSON lines of
-`Sample.to_dict()` are read and written as well. What a slime sample has no field for (ids, environment, mode, ...) is
-kept in its `metadata`, under `penstock`, and read back from there.
+Files are loaded with `weights_only=True`, so they cannot run code; one that needs more is rejected. JSON lines of
+`Sample.to_dict()` are supported too. Fields that a slime sample lacks (ids, environment, mode, ...) are written to its
+`metadata`, under `penstock`, and read back from there.
 
-Log-probabilities, masks and kept ids are given along the response there, routed experts for all tokens but the last: no
-forward pass follows it. slime computes advantages from rewards itself and has no field for them.
+In slime, log-probabilities, masks and kept ids cover the response only, and routed experts all tokens but the last,
+which no forward pass follows. slime computes advantages from rewards itself and has no field for them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from penstock.arrays import COLUMNS, TEXT_COLUMNS, Array, Ragged, Sample, coerce
 from penstock.capture import Trajectory, numbers_of, optional_list, optional_mapping, required, sampling_mask_of
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.extras import require
-from penstock.integrations.environments.lost import Lost
-from penstock.integrations.environments.responses import (
+from penstock.integrations.formats.file_or_stream import Place, lines_of
+from penstock.integrations.formats.lost import Lost
+from penstock.integrations.formats.responses import (
     behind_prompt,
     lists_behind_prompt,
     one_number,
     prompt_length,
     to_trajectory,
 )
-from penstock.integrations.formats.file_or_stream import Place, lines_of
 from penstock.integrations.formats.sample_lines import json_object
 
 HELD = (
@@ -47,7 +47,7 @@ _READ = (
 )
 _KEY = "penstock"
 MAX_BYTES = 16 << 30
-"""Of all tensors of a file together."""
+"""Limit for all tensors of a file together."""
 _FAILED = {"aborted": "aborted", "failed": "failed"}
 
 
@@ -59,9 +59,9 @@ def from_slime(
     id: str | None = None,  # noqa: A002 - the field's own name
     lost: Lost | None = None,
 ) -> Sample:
-    """The sample of a slime or miles `Sample`, or of what its `to_dict` gives.
+    """Convert a slime or miles `Sample`, or its `to_dict()`.
 
-    `rollout` is the number of the rollout; `id` names a sample that has no index.
+    `rollout` is the rollout's number. `id` names a sample that has no index.
 
     >>> record = {"tokens": [1, 2, 3], "response_length": 2, "rollout_log_probs": [-0.5, -0.25], "reward": 1.0}
     >>> sample = from_slime(record | {"group_index": 4, "index": 9})
@@ -98,12 +98,12 @@ def from_slime(
 def _fields(record: Any) -> Mapping[str, Any]:
     fields = record.to_dict() if hasattr(record, "to_dict") else record
     if not isinstance(fields, Mapping):
-        raise InvalidInput(f"sample: a {type(record).__name__}; must be a Sample, or what its to_dict gives")
+        raise InvalidInput(f"sample: a {type(record).__name__}; must be a Sample, or its to_dict()")
     return fields
 
 
 def slime_trajectory(record: Any, *, reward_key: str | None = None) -> Trajectory:
-    """The rollout of a slime or miles `Sample`: failed and aborted ones have an error, and train nothing."""
+    """Convert a slime or miles `Sample` to a trajectory. Failed and aborted ones have an error and train nothing."""
     fields = _fields(record)
     status = _status(fields)
     sample = from_slime(fields, reward_key=reward_key)
@@ -111,7 +111,7 @@ def slime_trajectory(record: Any, *, reward_key: str | None = None) -> Trajector
 
 
 def to_slime(sample: Sample, *, group_index: int, index: int, lost: Lost | None = None) -> dict[str, Any]:
-    """What `Sample.from_dict` of slime and miles takes."""
+    """Convert a sample to a dict for `Sample.from_dict` of slime and miles."""
     if lost is not None:
         lost.columns(sample, held=HELD)
         lost.unwritten.update(["rewards"] if "rewards" in sample and one_number(sample, "rewards") is None else [])
@@ -171,7 +171,7 @@ def _columns(fields: Mapping[str, Any], count: int, where: str) -> dict[str, Any
 
 
 def _experts(rows: Array, count: int, where: str) -> Array:
-    """Rows for all tokens; the last one, which no forward pass follows, is zero where it is missing."""
+    """Return rows for all tokens. The last one, which no forward pass follows, is zero if it is missing."""
     if len(rows) not in (count - 1, count):
         raise InvalidInput(f"{where}: shape {rows.shape} for {count} tokens; give [{count - 1}, layers, k]")
     return np.concatenate([rows, np.zeros((count - len(rows), *rows.shape[1:]), rows.dtype)])
@@ -181,7 +181,7 @@ def _reward(reward: Any, key: str | None, where: str) -> float | None:
     if isinstance(reward, Mapping):
         if key is None or key not in reward:
             raise InvalidInput(
-                f"{where}.reward: a mapping with {', '.join(map(repr, reward))}; say which one with reward_key "
+                f"{where}.reward: a mapping with {', '.join(map(repr, reward))}; name one with reward_key "
                 "(--reward-key)"
             )
         reward = reward[key]
@@ -191,7 +191,7 @@ def _reward(reward: Any, key: str | None, where: str) -> float | None:
 
 
 def _version(versions: Any) -> int | None:
-    """The oldest version that is a number."""
+    """Return the lowest version that is a number."""
     numbers = [int(v) for v in versions if str(v).isascii() and str(v).isdecimal()]
     return min(numbers, default=None)
 
@@ -205,7 +205,7 @@ def _status(fields: Mapping[str, Any]) -> str:
 
 
 def read_slime(place: Place, lost: Lost, reward_key: str | None = None) -> Iterator[Sample]:
-    """The samples of a torch file, or of JSON lines."""
+    """Yield the samples of a torch file or of JSON lines."""
     if not place.is_stream and zipfile.is_zipfile(place.path):
         loaded = _load(place)
         records = ((f"{place.name} samples[{i}]", record) for i, record in enumerate(loaded["samples"]))
@@ -232,37 +232,37 @@ def _load(place: Place) -> dict[str, Any]:
     import torch
 
     kinds = [np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in ("u1", "u2", "i2", "i4", "i8", "f4", "f8"))]
-    rebuild = np.zeros(0).__reduce__()[0]  # miles has arrays of numpy in its files
+    rebuild = np.zeros(0).__reduce__()[0]  # miles' files contain numpy arrays
     _check_stored(place)
     try:
         with torch.serialization.safe_globals([rebuild, *kinds]):
             loaded = torch.load(place.path, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001 - what torch raises here is a dozen types
+    except Exception as error:  # noqa: BLE001 - torch raises a dozen types here
         raise CorruptFile(
-            f"{place.name}: {str(error).splitlines()[0]:.200}; only tensors, arrays and plain values are loaded, save "
+            f"{place.name}: {str(error).splitlines()[0]:.200}; only tensors, arrays and plain values are loaded; save "
             "Sample.to_dict() without other objects, or as JSON lines"
         ) from None
     if not isinstance(loaded, dict) or not isinstance(loaded.get("samples"), list):
-        raise InvalidInput(f"{place.name}: no 'samples' in it; give what --save-debug-rollout-data writes")
+        raise InvalidInput(f"{place.name}: no 'samples' in it; give a file of --save-debug-rollout-data")
     _check_sizes(loaded["samples"], place.name)
     return loaded
 
 
 def _check_stored(place: Place) -> None:
-    """Raise CorruptFile where a file is compressed, which torch never writes: a few bytes could unfold to any size."""
+    """Raise CorruptFile for a compressed file: torch never writes one, and a few bytes could expand to any size."""
     if not zipfile.is_zipfile(place.path):
-        return  # the format before torch 1.6, or none: torch says so
+        return  # the format before torch 1.6, or no torch file: torch reports it
     try:
         with zipfile.ZipFile(place.path) as archive:
             packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
     except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
         raise CorruptFile(f"{place.name}: {error}; not a file of torch.save") from None
     if packed:
-        raise CorruptFile(f"{place.name}: has compressed entries; torch.save writes none, save it again with it")
+        raise CorruptFile(f"{place.name}: has compressed entries, which torch.save does not write; save it again")
 
 
 def _check_sizes(samples: list[Any], name: str) -> None:
-    """Raise CorruptFile where tensors unfold to more than the file holds: expanded ones cost nothing until copied."""
+    """Raise CorruptFile if tensors are larger than their data: expanded tensors cost nothing until they are copied."""
     total, found = 0, list(samples)
     while found:
         value = found.pop()
@@ -275,15 +275,15 @@ def _check_sizes(samples: list[Any], name: str) -> None:
             total += size
             if size > value.untyped_storage().nbytes():
                 raise CorruptFile(
-                    f"{name}: a tensor of {size:,} bytes with {value.untyped_storage().nbytes():,} behind it; save "
+                    f"{name}: a tensor of {size:,} bytes with {value.untyped_storage().nbytes():,} bytes of data; save "
                     "expanded tensors with .contiguous()"
                 )
     if total > MAX_BYTES:
-        raise CorruptFile(f"{name}: tensors of {total:,} bytes; at most {MAX_BYTES:,} are read, split the file")
+        raise CorruptFile(f"{name}: tensors of {total:,} bytes; the limit is {MAX_BYTES:,}; split the file")
 
 
 def write_slime(samples: Iterable[Sample], place: Place, lost: Lost) -> None:
-    """A torch file where the name ends in .pt, else JSON lines."""
+    """Write a torch file if the name ends in .pt, else JSON lines."""
     if place.is_stream or place.path.suffix != ".pt":
         with place.writing() as file:
             for record in _records(samples, lost):

@@ -1,15 +1,15 @@
-"""Samples as `Datum`s of the Tinker API, for `forward_backward`, and back.
+"""Convert samples to `Datum`s of the Tinker API, for `forward_backward`, and back.
 
-A datum has the tokens but the last as input, and for each of them the token that follows as target:
+A datum's input is all tokens but the last, and the target of each is the token after it:
 
     sample          a b c d e            model_input      a b c d
     loss_mask       0 0 1 1 0            target_tokens    b c d e
     logprobs        0 0 x y 0            weights          0 1 1 0
                                          logprobs         0 x y 0
 
-Which of these a loss takes is known: `cross_entropy` has weights, the others log-probabilities and advantages, which
-are 0.0 where nothing is trained. Outputs of `forward_backward` come back in the order of the datums, and `by_sample`
-gives them back along the tokens of each sample, by its id.
+The loss `cross_entropy` takes weights. The others take log-probabilities and advantages, which are 0.0 on tokens that
+are not trained. `forward_backward` returns outputs in the order of the datums, and `by_sample` maps them to the tokens
+of each sample, by id.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from penstock.arrays import Array, ImageSpan, Sample
 from penstock.errors import InvalidInput
 from penstock.extras import require
-from penstock.integrations.environments.responses import per_token
+from penstock.integrations.formats.responses import per_token
 
 if TYPE_CHECKING:
     from tinker import Datum, ModelInput
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
 CROSS_ENTROPY = "cross_entropy"
 _FORMATS = {"image/png": "png", "image/jpeg": "jpeg"}
 ImageBytes = Callable[[str], bytes]
-"""The bytes of an image by its hash, as `AssetStore.get` gives them."""
+"""Returns the bytes of an image by its hash, like `AssetStore.get`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datums:
-    """Datums, and which sample each was made of."""
+    """Datums, and the sample each was made from."""
 
     datums: list[Datum]
     """For `TrainingClient.forward_backward`."""
     ids: tuple[str, ...]
-    """The id of the sample of each."""
+    """The sample's id of each datum."""
 
     def by_sample(self, outputs: Sequence[Mapping[str, Any]], name: str = "logprobs") -> dict[str, Array]:
-        """One of the outputs of `forward_backward`, along the tokens of each sample, by its id.
+        """Return one output of `forward_backward` per token of each sample, by id.
 
-        `outputs` are `ForwardBackwardOutput.loss_fn_outputs`. The first token of a sample has none: it is NaN there.
+        `outputs` are `ForwardBackwardOutput.loss_fn_outputs`. The first token of a sample has no output: NaN.
         """
         if len(outputs) != len(self.ids):
-            raise InvalidInput(f"outputs: {len(outputs)} for {len(self.ids)} datums; give those of the same call")
+            raise InvalidInput(f"outputs: {len(outputs)} for {len(self.ids)} datums; give the outputs of the same call")
         return {
             sample: np.concatenate([[np.float32(np.nan)], np.asarray(_array(output[name]), np.float32)])
             for sample, output in zip(self.ids, outputs, strict=True)
@@ -64,11 +64,11 @@ def to_datums(
     images: ImageBytes | None = None,
     provenance: bool = False,
 ) -> Datums:
-    """A datum for each sample, with what `loss_fn` takes.
+    """Make one datum per sample, with the inputs of `loss_fn`.
 
-    `images` gives the bytes of images, `AssetStore.get` for one: each becomes a chunk in the place of its tokens. With
-    `provenance` every datum says in its spans which tokens are of which sample, and which of them were sampled; leave
-    it off for a server that checks spans against sequences it sampled itself.
+    `images` returns the bytes of images, for example `AssetStore.get`. Each image becomes a chunk in place of its
+    tokens. With `provenance`, a datum's spans record the sample of its tokens and which of them were sampled. Leave it
+    off for a server that checks spans against sequences it sampled itself.
 
     >>> sample = Sample(id="a", token_ids=[5, 6, 7], loss_mask=[0, 1, 1], logprobs=[0, -0.5, -0.25], advantages=1.0)
     >>> [datum] = to_datums([sample]).datums
@@ -88,7 +88,7 @@ def _datum(sample: Sample, loss_fn: str, images: ImageBytes | None, provenance: 
 
     where = f"sample {sample.id!r}"
     if sample.num_tokens < 2:
-        raise InvalidInput(f"{where}: 1 token; a datum needs two, an input and its target")
+        raise InvalidInput(f"{where}: 1 token; a datum needs at least two, an input and its target")
     targets: Array = sample.token_ids.astype(np.int64)
     for span in sample.images:
         targets[span.offset : span.end] = 0
@@ -120,12 +120,14 @@ def _model_input(sample: Sample, images: ImageBytes | None, where: str) -> Model
 
     ids: list[int] = sample.token_ids.tolist()
     if max(ids) >= 2**31:
-        raise InvalidInput(f"{where}.token_ids: {max(ids)}; ids of a datum are below 2**31")
+        raise InvalidInput(f"{where}.token_ids: {max(ids)}; ids of a datum must be below 2**31")
     chunks: list[Any] = []
     at, last = 0, len(ids) - 1
     for i, span in enumerate(sample.images):
         if span.end > last:
-            raise InvalidInput(f"{where}.images[{i}]: ends the sample; a token must follow, for the image is no target")
+            raise InvalidInput(
+                f"{where}.images[{i}]: ends the sample; add a token, because an image cannot be a target"
+            )
         chunks += [EncodedTextChunk(tokens=ids[at : span.offset])] if span.offset > at else []
         chunks.append(_image(span, images, f"{where}.images[{i}]"))
         at = span.end
@@ -137,7 +139,7 @@ def _image(span: ImageSpan, images: ImageBytes | None, where: str) -> Any:
     from tinker.types import ImageChunk
 
     if images is None:
-        raise InvalidInput(f"{where}: no bytes; pass images=, AssetStore.get for one")
+        raise InvalidInput(f"{where}: no bytes; pass images=, for example AssetStore.get")
     data = images(span.hash)
     kind = "image/png" if data[:4] == b"\x89PNG" else "image/jpeg" if data[:2] == b"\xff\xd8" else span.media_type
     if kind not in _FORMATS:
@@ -146,7 +148,10 @@ def _image(span: ImageSpan, images: ImageBytes | None, where: str) -> Any:
 
 
 def _spans(sample: Sample, cut: slice) -> list[Any]:
-    """Runs of tokens, sampled or not, that tile a cut of the sample; offsets count the sample's tokens."""
+    """Return spans of sampled and other tokens that cover a slice of the sample. Offsets count the sample's tokens.
+
+    Mask 0 0 1 1 0 cut to [1:] is 0 1 1 0: spans (offset 1, length 1), (2, 2) and (4, 1).
+    """
     from tinker.types import PromptProvenanceSpan, SampledProvenanceSpan
 
     mask = sample.loss_mask[cut]
@@ -168,16 +173,16 @@ def _array(tensor: Any) -> Any:
 
 
 def sample_ids(datum: Datum) -> tuple[str, ...]:
-    """The samples, or sampled sequences, that a datum's spans name, in order; none where it has no provenance."""
+    """Return the sample or sequence ids in a datum's spans, in order; empty without provenance."""
     spans = [*(datum.model_input_spans or ()), *(datum.loss_fn_input_spans or ())]
     return tuple(dict.fromkeys(span.sequence_id for span in spans))
 
 
 def from_datums(datums: Iterable[Datum], *, ids: Sequence[str] | None = None) -> list[Sample]:
-    """The samples of datums that hold text; they are called by `ids`, by their provenance, or by their number.
+    """Convert datums of text back to samples, named by `ids`, by their provenance, or by their number.
 
-    What is trained is where the spans say sampled; without them where weights are not 0; without those where
-    log-probabilities or advantages are not 0. Weights other than 1 become `ce_weights`, and the mode sft.
+    Tokens are trained where the spans say sampled; without spans where weights are not 0; without weights where
+    log-probabilities or advantages are not 0. Weights other than 1 become `ce_weights`, and the mode is sft.
     """
     require("from_datums", "tinker")
     rows = list(datums)
@@ -196,12 +201,12 @@ def _sample(datum: Datum, id: str) -> Sample:  # noqa: A002 - the field's own na
 
     where = f"datum {id!r}"
     if not all(isinstance(chunk, EncodedTextChunk) for chunk in datum.model_input.chunks):
-        raise InvalidInput(f"{where}: has chunks that are not text; keep the samples it was made of, and their ids")
+        raise InvalidInput(f"{where}: has chunks that are not text; keep the original samples and their ids")
     inputs = {name: np.asarray(_array(tensor)) for name, tensor in datum.loss_fn_inputs.items()}
     tokens = np.array(datum.model_input.to_ints(), np.int64)
     targets = inputs.get("target_tokens")
     if targets is None or targets.shape != tokens.shape:
-        raise InvalidInput(f"{where}.target_tokens: not one for each of {len(tokens)} input tokens; give the next ones")
+        raise InvalidInput(f"{where}.target_tokens: not one for each of {len(tokens)} input tokens; give one each")
     columns: dict[str, Any] = {name: _shifted(inputs[name]) for name in ("logprobs", "advantages") if name in inputs}
     weights = inputs.get("weights")
     trained = _trained(datum, inputs, len(tokens))
@@ -233,7 +238,7 @@ def _trained(datum: Datum, inputs: Mapping[str, Array], count: int) -> Array:
 
 
 def _shifted(values: Array) -> Array:
-    """Along the tokens: nothing predicts the first."""
+    """Extend values to all tokens: the first is not predicted and gets 0."""
     return np.concatenate([np.zeros(1, np.float32), values.astype(np.float32)])
 
 

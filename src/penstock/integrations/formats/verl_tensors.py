@@ -1,12 +1,12 @@
-"""Batches of verl: the tensors of a `DataProto` or `TensorDict`, prompts padded on the left, responses on the right.
+"""Read and write batches of verl: tensors of a `DataProto` or `TensorDict`, prompts padded left, responses right.
 
     prompts          0 0 p p p              attention_mask   0 0 1 1 1  1 1 1 1 0
     responses                  r r t r 0    response_mask               1 1 0 1 0     t is a tool's token
 
-In memory anything that looks like one is read, nested tensors included. `DataProto.save_to_disk` writes a pickle, which
-is never opened here; save the tensors with `numpy.savez` or `safetensors.numpy.save_file` instead. Rewards stand on the
-last token of the response. What verl keeps per row beside tensors (`uid`, `data_source`) are arrays of text in .npz,
-and JSON in the metadata of .safetensors.
+In memory any mapping of such tensors is read, nested tensors included. `DataProto.save_to_disk` writes a pickle, which
+is never opened here; save the tensors with `numpy.savez` or `safetensors.numpy.save_file` instead. Rewards are on the
+last token of the response. verl's fields that are not tensors (`uid`, `data_source`) are arrays of text in .npz and
+JSON in the metadata of .safetensors.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import numpy as np
 from penstock.arrays import Array, Sample
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.extras import require
-from penstock.integrations.environments.lost import Lost
-from penstock.integrations.environments.responses import prompt_length
 from penstock.integrations.formats.file_or_stream import Place
+from penstock.integrations.formats.lost import Lost
+from penstock.integrations.formats.responses import prompt_length
 
 _ALONG = {"rollout_log_probs": "logprobs", "advantages": "advantages", "ref_log_prob": "teacher_logprobs"}
-"""Columns along the response."""
+"""Columns over the response: verl's name -> ours."""
 MAX_BYTES = 16 << 30
-"""Of all arrays of a file together."""
+"""Limit for all arrays of a file together."""
 _UNREADABLE = (ValueError, OSError, KeyError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 _SCORES = ("rm_scores", "token_level_scores")
 _DERIVED = ("input_ids", "position_ids", "attention_mask", "prompts", "responses", "response_mask", "loss_mask")
@@ -47,7 +47,7 @@ _READ = (*_DERIVED, *_ALONG, *_SCORES, *_TEXT, _VERSION, "routed_experts")
 
 
 def from_verl(batch: Any, *, lost: Lost | None = None, where: str = "batch") -> list[Sample]:
-    """The samples of a `DataProto`, a `TensorDict` or a mapping of tensors or arrays.
+    """Convert a `DataProto`, a `TensorDict` or a mapping of tensors or arrays to samples.
 
     >>> batch = {"prompts": [[0, 5]], "responses": [[6, 7]], "response_mask": [[1, 0]], "rm_scores": [[1.0, 0.0]]}
     >>> [sample] = from_verl({**batch, "attention_mask": [[0, 1, 1, 0]], "uid": ["17"]})
@@ -60,7 +60,7 @@ def from_verl(batch: Any, *, lost: Lost | None = None, where: str = "batch") -> 
         lost.unread.update({name: rows for name in fields if name not in _READ})
     flat = next((name for name in fields if np.ndim(fields[name]) == 0 or not hasattr(fields[name], "__len__")), None)
     if flat is not None:
-        raise InvalidInput(f"{where}: {flat} is one value; a batch has one per sample")
+        raise InvalidInput(f"{where}: {flat} is a single value; a batch has one per sample")
     missing = [name for name in ("prompts", "responses") if name not in fields]
     if missing:
         raise InvalidInput(f"{where}: no {missing[0]}; a batch has prompts and responses, it has {', '.join(fields)}")
@@ -68,14 +68,14 @@ def from_verl(batch: Any, *, lost: Lost | None = None, where: str = "batch") -> 
 
 
 def to_verl(samples: Sequence[Sample], *, pad_id: int = 0, lost: Lost | None = None) -> dict[str, Array]:
-    """Arrays for `DataProto.from_single_dict`, texts among them; a column that not all samples have is left out.
+    """Make arrays, texts included, for `DataProto.from_single_dict`. Omits columns that not all samples have.
 
     >>> batch = to_verl([Sample(id="a", group="17", token_ids=[5, 6, 7], loss_mask=[0, 1, 1], rewards=1.0)])
     >>> batch["prompts"].tolist(), batch["responses"].tolist(), batch["rm_scores"].tolist()
     ([[5]], [[6, 7]], [[0.0, 1.0]])
     """
     if not samples:
-        raise InvalidInput("samples: none; a batch has at least one")
+        raise InvalidInput("samples: empty; a batch needs at least one")
     starts = [prompt_length(sample) for sample in samples]
     width, length = max(starts), max(s.num_tokens - start for s, start in zip(samples, starts, strict=True))
     fill = _Padded(samples, starts, width, length)
@@ -104,7 +104,7 @@ def to_verl(samples: Sequence[Sample], *, pad_id: int = 0, lost: Lost | None = N
 
 
 def _columns(samples: Sequence[Sample], fill: _Padded) -> dict[str, Array]:
-    """The columns that all samples have."""
+    """Return the columns that all samples have."""
     batch: dict[str, Array] = {}
     for name, ours in _ALONG.items():
         if all(ours in sample for sample in samples):
@@ -118,7 +118,10 @@ def _columns(samples: Sequence[Sample], fill: _Padded) -> dict[str, Array]:
 
 
 class _Padded:
-    """Rows of one batch: prompts end, and responses begin, where the padded prompt ends."""
+    """Pads the rows of a batch so that all responses begin in the same column.
+
+    Prompts of 2 and 3 tokens, width 3: the first row starts at 3 - 2 = 1, the second at 0.
+    """
 
     def __init__(self, samples: Sequence[Sample], starts: list[int], width: int, length: int) -> None:
         self._starts, self._width, self._length, self._rows = starts, width, length, len(samples)
@@ -136,13 +139,13 @@ class _Padded:
 
 
 def _filled(sample: Sample, name: str) -> Array:
-    """A column along the tokens, with nothing where nothing is trained: advantages, or what was not recorded."""
+    """Return a column per token, with 0 for NaN, and for advantages on tokens that are not trained."""
     values = np.nan_to_num(np.broadcast_to(sample[name], sample.num_tokens), nan=0.0)
     return np.where(sample.loss_mask, values, np.float32(0)) if name == "advantages" else values
 
 
 def _scores(sample: Sample) -> Array:
-    """The reward on the last token, or rewards where they are."""
+    """Return a single reward on the last token; rewards per token as they are."""
     rewards: Array = sample["rewards"]
     if rewards.ndim:
         return rewards
@@ -155,7 +158,7 @@ def _scores(sample: Sample) -> Array:
 
 
 def _fields(batch: Any) -> dict[str, Any]:
-    """Tensors and texts by name: of a DataProto both of its parts."""
+    """Return tensors and texts by name. A DataProto holds them in two parts."""
     if hasattr(batch, "non_tensor_batch"):
         tensors = {} if batch.batch is None else dict(batch.batch.items())
         return {**tensors, **batch.non_tensor_batch}
@@ -163,7 +166,7 @@ def _fields(batch: Any) -> dict[str, Any]:
 
 
 def _cells(value: Any, i: int) -> Array:
-    """One row of a tensor, an array or a list; of a nested tensor without padding."""
+    """Return one row of a tensor, an array or a list. Rows of a nested tensor have no padding."""
     row = value[i] if not getattr(value, "is_nested", False) else value.unbind()[i]
     return np.asarray(row.detach().cpu().numpy() if hasattr(row, "detach") else row)
 
@@ -207,7 +210,7 @@ def _attention(fields: Mapping[str, Any], i: int, count: int, where: str) -> Arr
         raise InvalidInput(f"{where}.attention_mask: {len(mask)} values for {count} tokens of prompt and response")
     if all(getattr(fields[name], "is_nested", False) for name in ("prompts", "responses")):
         return np.ones(count, np.bool_)
-    raise InvalidInput(f"{where}: no attention_mask; without it padding cannot be told from tokens")
+    raise InvalidInput(f"{where}: no attention_mask; without it padding looks like tokens")
 
 
 def _behind(values: Array, start: int, dtype: Any) -> Array:
@@ -215,7 +218,7 @@ def _behind(values: Array, start: int, dtype: Any) -> Array:
 
 
 def _once(values: Array | None, mask: Array) -> Array | None:
-    """The one advantage of a sample that has the same on all trained tokens."""
+    """Return one advantage if all trained tokens have the same."""
     if values is None or not mask.any():
         return values
     one = values[mask][:1].reshape(())
@@ -223,7 +226,7 @@ def _once(values: Array | None, mask: Array) -> Array | None:
 
 
 def _reward(scores: Array) -> Array:
-    """The one reward of a row, wherever it stands; scores along the tokens where there are several."""
+    """Return the single reward of a row, on whichever token it is; scores per token if there are several."""
     found = np.flatnonzero(scores)
     return scores if len(found) > 1 else scores[found[0] if len(found) else -1].reshape(())
 
@@ -232,14 +235,14 @@ def _reward(scores: Array) -> Array:
 
 
 def read_verl(place: Place, lost: Lost) -> Iterator[Sample]:
-    """The samples of an .npz or .safetensors file."""
+    """Yield the samples of an .npz or .safetensors file."""
     try:
         fields = _npz(place) if zipfile.is_zipfile(place.path) else _safetensors(place)
     except FileNotFoundError:
         raise
     except _UNREADABLE as error:
         raise CorruptFile(
-            f"{place.name}: {error}; give tensors in .npz or .safetensors, a pickled DataProto is not opened"
+            f"{place.name}: {error}; give tensors in .npz or .safetensors; a pickled DataProto is not opened"
         ) from None
     yield from from_verl(fields, lost=lost, where=place.name)
 
@@ -249,9 +252,9 @@ def _npz(place: Place) -> dict[str, Any]:
         other = next((name for name in parts.namelist() if not name.endswith(".npy")), None)
         size = sum(part.file_size for part in parts.infolist())
     if other is not None:
-        raise ValueError(f"holds {other}, which is no array")
+        raise ValueError(f"holds {other}, which is not an array")
     if size > MAX_BYTES:
-        raise ValueError(f"would unfold to {size} bytes, this reader takes {MAX_BYTES}")
+        raise ValueError(f"would expand to {size} bytes; the limit is {MAX_BYTES}")
     with np.load(place.path, allow_pickle=False) as file:
         return {name: file[name] for name in file.files}
 
@@ -269,7 +272,7 @@ def _safetensors(place: Place) -> dict[str, Any]:
 
 
 def write_verl(samples: Iterable[Sample], place: Place, lost: Lost) -> None:
-    """One batch of all samples; they are all in memory, as they will be wherever it is read."""
+    """Write all samples as one batch. All of them are in memory, and will be for the reader too."""
     rows = [sample for sample in samples if lost.keeps(sample)]
     batch = to_verl(rows, lost=lost)
     if place.path.suffix != ".safetensors":

@@ -1,14 +1,14 @@
 """`PlaneTrainer`: a `transformers.Trainer` whose steps come from a plane.
 
-What a batch is, when the optimizer steps and what a loss is divided by come with the data; the rest is Trainer's own:
-optimizers, schedules, mixed precision, logging, callbacks, checkpoints.
+The plane defines the batches, the optimizer steps and the loss denominators. Everything else is Trainer's: optimizers,
+schedules, mixed precision, logging, callbacks, checkpoints.
 
-    one step of the plane = one optimizer step         all its micro-batches are accumulated, with the count of trained
-                                                       tokens of all ranks as the denominator
+    one step of the plane = one optimizer step         accumulates all its micro-batches; the denominator is the number
+                                                       of trained tokens of all ranks
     commit                                             after the optimizer step, before Trainer logs and saves
-    trainer_state.json of a checkpoint                 has the plane's step, so a resumed run asks for the one after it
+    trainer_state.json of a checkpoint                 holds the plane's step, so a resumed run asks for the next one
 
-Every rank has its own source; nothing is broadcast from rank 0.
+Every rank has its own source. Nothing is broadcast from rank 0.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from penstock.train import (
 )
 
 Publish = Callable[[Any, int], None]
-"""Given the model (all of it, unwrapped) and the version of its weights; called on every rank."""
+"""Called on every rank with the complete, unwrapped model and the version of its weights."""
 _STATE = "trainer_state.json"
 
 
 class Feed(IterableDataset):  # type: ignore[misc]
-    """The steps of a source, and which of them is being trained."""
+    """Iterates over a source's steps and remembers the one being trained."""
 
     def __init__(self, source: Source, publish: Callable[[int], None] | None) -> None:
         self.source, self._publish = source, publish
@@ -70,7 +70,7 @@ class Feed(IterableDataset):  # type: ignore[misc]
             yield step
 
     def commit(self) -> int:
-        """The current step is trained: its number."""
+        """Commit the current step, after publishing its weights. Returns its number."""
         assert self.current is not None
         number = self.current.number
         if self._publish is not None:
@@ -84,7 +84,7 @@ class CommitSteps(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.step = 0
-        """Of the plane; the last one that was trained."""
+        """The plane's step that was trained last."""
 
     def on_step_end(self, *_: Any, train_dataloader: Any, **__: Any) -> None:
         self.step = train_dataloader.dataset.commit()
@@ -94,10 +94,10 @@ class CommitSteps(TrainerCallback, ExportableState):  # type: ignore[misc]
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
-    """The newest checkpoint in an output folder that was written to its end; None if there is none.
+    """Return the newest complete checkpoint in an output folder, or None.
 
-    Trainer writes `trainer_state.json` last. A run that was killed before that leaves a folder which
-    `resume_from_checkpoint=True` would take.
+    Trainer writes `trainer_state.json` last. A run that was killed before that leaves a folder that
+    `resume_from_checkpoint=True` would accept.
     """
     found = [path.parent for path in Path(folder).glob(f"checkpoint-*/{_STATE}") if path.stat().st_size]
     numbered = [path for path in found if path.name.partition("-")[2].isdecimal()]
@@ -105,12 +105,12 @@ def last_checkpoint(folder: str | Path) -> str | None:
 
 
 def step_of(checkpoint: str | Path) -> int:
-    """The last step of the plane that a checkpoint was trained on."""
+    """Return the plane's last step that a checkpoint was trained on."""
     saved = TrainerState.load_from_json(str(Path(checkpoint) / _STATE)).stateful_callbacks
     if CommitSteps.__name__ not in saved:
         raise ConfigError(
-            f"{checkpoint}: says no step of a plane; it was not written by a PlaneTrainer. Load its weights into the "
-            "model, and begin with first_step="
+            f"{checkpoint}: records no step of a plane, so it was not written by a PlaneTrainer; load its weights into "
+            "the model and pass first_step="
         )
     return int(saved[CommitSteps.__name__]["attributes"]["step"])
 
@@ -118,11 +118,11 @@ def step_of(checkpoint: str | Path) -> int:
 class PlaneTrainer(Trainer):  # type: ignore[misc]
     """Trains a Hugging Face causal language model on the steps of a plane.
 
-    `plane` is an address, or a `Plane`; this process takes the part of rank `args.process_index`. `loss` is any of
-    `penstock.train`, or your own that returns `Terms`. With `publish`, versions of the weights are announced at the
-    plane as they are published: 0 before the first step, then the number of the step. `observer` sees every
-    micro-batch with what the loss did to it (`TokenExporter` is one). Without a checkpoint training begins at
-    `first_step` of the plane; None means the first that is not committed.
+    `plane` is an address or a `Plane`. This process is rank `args.process_index`. `loss` is one of `penstock.train`,
+    or your own that returns `Terms`. With `publish`, weights are published and their versions reported to the plane: 0
+    before the first step, then the step's number. `observer` receives every micro-batch with its loss terms
+    (`TokenExporter` is one). Without a checkpoint, training begins at the plane's `first_step`; None means the first
+    step that is not committed.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         _check(args)
         self.world = args.world_size
-        """Ranks that gradients are averaged over."""
+        """Number of ranks that gradients are averaged over."""
         model.set_attn_implementation(register_attention())
         self.vocabulary = model.get_input_embeddings().num_embeddings
         check_packing(model, vocabulary=self.vocabulary)
@@ -156,17 +156,17 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
         self._trees_checked = False
         several = distributed.is_available() and distributed.is_initialized() and self.world > 1
         self._gloo = distributed.new_group(backend="gloo") if several else None
-        """What ranks agree over; it takes CPU tensors whatever gradients are exchanged over."""
+        """Group for small CPU tensors that ranks agree on; gradients may use another backend."""
 
     # -------------------------------------------------------------- steps
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **settings: Any) -> Any:
-        """`Trainer.train`, from the step after the checkpoint's."""
+        """Run `Trainer.train` from the step after the checkpoint's."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
         done = step_of(resume_from_checkpoint) if isinstance(resume_from_checkpoint, (str, Path)) else None
         first = self._first_step if done is None else done + 1
-        with self._open:  # a rank that fails says so to the others
+        with self._open:  # a rank that fails notifies the others
             source = self._source = self._open.enter_context(self._connect(first))
             self._announce(0 if done is None else done)
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **settings)
@@ -190,7 +190,7 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
     # -------------------------------------------------------------- one step
 
     def training_step(self, model: Any, step: SourceStep, *_: Any) -> torch.Tensor:
-        """Forward and backward of all micro-batches; the mean of what it returns, over ranks, is the step's loss."""
+        """Run forward and backward on all micro-batches. The mean of the result over ranks is the step's loss."""
         model.train()
         with agree(self._gloo, step=step.number):
             rows = [self._prepare_row(batch) for batch in step]
@@ -205,7 +205,7 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
         if self.observer is not None:
             self.observer.close_step(step)
         if not step.loss_tokens:
-            model.zero_grad()  # nothing is trained, so the optimizer shall do nothing
+            model.zero_grad()  # nothing was trained, so the optimizer must change nothing
         self._sums = sums.reduced(self._gloo) if self._gloo is not None else sums
         self._sums.check_trained(step.number, step.loss_tokens)
         return total
@@ -214,7 +214,7 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
         check_vocabulary(batch, self.vocabulary)
         if batch.images:
             raise InvalidInput(
-                f"micro-batch with {len(batch.images)} images: PlaneTrainer trains text; `penstock train` trains images"
+                f"micro-batch with {len(batch.images)} images: PlaneTrainer trains text; use `penstock train`"
             )
         if batch.forest is not None and not self._trees_checked:
             check_trees(self.model, vocabulary=self.vocabulary, longest=int(batch.sequence_lengths.max()))
@@ -226,20 +226,21 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
         with self.compute_loss_context_manager():
             logprobs, entropy = row_logprobs(model, tensors, needed=needed)
             terms = self.loss(tensors, logprobs, entropy)
-            # Ranks are averaged when gradients are exchanged; the denominators are those of all ranks together.
+            # DDP averages gradients over ranks, but the denominators already cover all ranks. Two ranks with 6 and 2
+            # tokens divide by 8 each, so the sum is the mean over tokens. Times world undoes the average.
             loss = terms.mean(step.denominators) * self.world
         self.accelerator.backward(loss)
         return terms, loss.detach()
 
     def _exchange(self, model: Any, *, last: bool) -> AbstractContextManager[Any]:
-        """Gradients are exchanged with the last micro-batch alone."""
+        """Exchange gradients with the last micro-batch only."""
         context: AbstractContextManager[Any] = nullcontext() if last else self.accelerator.no_sync(model)
         return context
 
-    # -------------------------------------------------------------- what Trainer asks
+    # -------------------------------------------------------------- called by Trainer
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Adds what the last step came to, over all ranks: reward, entropy, mismatch with the sampler, staleness."""
+        """Add the last step's metrics over all ranks: reward, entropy, mismatch with the sampler, staleness."""
         if self._sums is not None and "loss" in logs:
             logs |= {name: value for name, value in self._sums.metrics().items() if name != "train/grad_norm"}
         super().log(logs, *args, **kwargs)
@@ -249,14 +250,14 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
 
 
 def _check(args: Any) -> None:
-    """Refuse settings that would train something else than the plane's steps."""
+    """Reject settings that would train something other than the plane's steps."""
     if args.gradient_accumulation_steps != 1:
         raise ConfigError(
             f"gradient_accumulation_steps: {args.gradient_accumulation_steps}; a step of the plane is one optimizer "
-            "step, whatever its number of micro-batches: set 1, and the size of a step at the plane"
+            "step, however many micro-batches it has: set 1 here, and the size of a step at the plane"
         )
     if args.max_steps <= 0:
         raise ConfigError(f"max_steps: {args.max_steps}; a plane has no epochs: set the number of steps to train")
     if args.n_gpu > 1:
         raise ConfigError(f"{args.n_gpu} GPUs in one process: start one process per GPU (torchrun, accelerate launch)")
-    args.ignore_data_skip = True  # the source begins at the right step; nothing has to be skipped
+    args.ignore_data_skip = True  # the source begins at the right step

@@ -1,8 +1,8 @@
-"""TRL's rollout samples, which its asynchronous GRPO trainer takes from its worker: in memory, and as JSON lines.
+"""Convert TRL's rollout samples, the input of its asynchronous GRPO trainer, in memory and as JSON lines.
 
-TRL keeps them in a queue and has no file of its own; a line here is a `RolloutSample` as `dataclasses.asdict` gives it.
-The advantage is one number per sample, and log-probabilities are needed: samples that have several advantages, or no
-log-probabilities, have no such form.
+TRL keeps them in a queue and has no file format. A line here is `dataclasses.asdict` of a `RolloutSample`. It has one
+advantage per sample and needs log-probabilities, so samples with several advantages or without log-probabilities cannot
+be written.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from penstock.arrays import RolloutInfo, Sample, check_metrics, read_rollout
 from penstock.capture import field_of, number_of, optional_mapping, required
 from penstock.errors import InvalidInput
 from penstock.extras import require
-from penstock.integrations.environments.lost import Lost
-from penstock.integrations.environments.responses import one_number
 from penstock.integrations.formats.file_or_stream import Place, lines_of
+from penstock.integrations.formats.lost import Lost
+from penstock.integrations.formats.responses import one_number
 from penstock.integrations.formats.sample_lines import json_object
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _READ = ("input_ids", "completion_mask", "old_log_probs", "advantage", "model_ve
 
 
 def from_trl(record: Any, *, id: str | None = None, lost: Lost | None = None) -> Sample:  # noqa: A002 - the field's own
-    """The sample of a `RolloutSample`, or of its fields as a mapping; the metric `reward` becomes its reward.
+    """Convert a `RolloutSample`, or a mapping of its fields. The metric `reward` becomes the sample's reward.
 
     >>> record = {"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1], "old_log_probs": [0.0, -0.5, -0.25]}
     >>> sample = from_trl(record | {"advantage": 0.5, "model_version": 3, "group_id": 7, "metrics": {"reward": 1.0}})
@@ -60,7 +60,7 @@ def from_trl(record: Any, *, id: str | None = None, lost: Lost | None = None) ->
 
 
 def to_trl(sample: Sample, *, group_id: int) -> RolloutSample:
-    """The `RolloutSample` of a sample, for a queue of TRL's trainer; needs trl."""
+    """Convert a sample to a `RolloutSample` for the queue of TRL's trainer. Needs trl."""
     require("to_trl", "trl")
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
@@ -68,11 +68,11 @@ def to_trl(sample: Sample, *, group_id: int) -> RolloutSample:
 
 
 def rollout_fields(sample: Sample, group_id: int) -> dict[str, Any]:
-    """The fields of a `RolloutSample`, by name; its version is the sample's, -1 where that is not known."""
+    """Return the fields of a `RolloutSample`, by name. An unknown version is -1."""
     advantage = one_number(sample, "advantages")
     if advantage is None or "logprobs" not in sample:
         raise InvalidInput(
-            f"sample {sample.id!r}: TRL needs log-probabilities and one advantage; give both, or leave it out"
+            f"sample {sample.id!r}: TRL needs log-probabilities and one advantage; give both, or leave the sample out"
         )
     reward = one_number(sample, "rewards")
     return {
@@ -92,7 +92,7 @@ def rollout_fields(sample: Sample, group_id: int) -> dict[str, Any]:
 
 
 def read_trl(place: Place, lost: Lost) -> Iterator[Sample]:
-    """The samples of JSON lines; they are called by their group and their number in the file."""
+    """Yield the samples of JSON lines, named by their group and their number in the file."""
     with place.reading() as file:
         for number, (where, line) in enumerate(lines_of(file, place.name)):
             record = json_object(line, where)
@@ -103,7 +103,7 @@ def read_trl(place: Place, lost: Lost) -> Iterator[Sample]:
 
 
 def write_trl(samples: Iterable[Sample], place: Place, lost: Lost) -> None:
-    """One line for each sample that has the form; groups are numbered in the order in which they come."""
+    """Write one line per sample that TRL can represent. Groups are numbered in order of appearance."""
     groups: dict[str, int] = {}
     with place.writing() as file:
         for sample in samples:

@@ -1,20 +1,20 @@
-"""`PlaneRolloutWorker`: TRL's `AsyncGRPOTrainer` trains what a plane holds, by two constructor arguments.
+"""`PlaneRolloutWorker`: train with TRL's `AsyncGRPOTrainer` from a plane, by two constructor arguments.
 
     worker = PlaneRolloutWorker("tcp://host:7440")
     trainer = AsyncGRPOTrainer(..., rollout_worker=worker, callbacks=[worker.position])
 
-TRL takes samples one by one from a queue, packs them itself, and asks nobody what became of them. So the worker keeps
-the books: which samples were handed over, in which order, and how many of them each optimizer step has trained.
+TRL takes samples one by one from a queue, packs them itself and reports nothing about them. So the worker keeps track:
+which samples were handed over, in which order, and how many of them each optimizer step has trained.
 
     plane      step 7: a b c d        step 8: e f g h
-    queue      a b c d e f g h                              in order, so what is trained is a beginning of it
+    queue      a b c d e f g h                              in order, so the trained samples are a prefix of it
     TRL        [a b c] [d e f] ...                          three samples to an optimizer step
     checkpoint after [d e f]: step 7 is done, and 2 of step 8
 
-A step of the plane is committed when all its samples are trained. The checkpoint carries the position, so a resumed run
+A step of the plane is committed when all its samples are trained. The checkpoint holds the position, so a resumed run
 begins with g. With `token_budget=0` TRL takes a fixed number of samples per optimizer step, and the position is exact.
-With a token budget it does not tell how many it took; then the position is what was handed over two optimizer steps
-before, which is trained for certain, and a resumed run trains up to two steps of samples again.
+With a token budget TRL does not report how many it took. The position is then what was handed over two optimizer steps
+before, which is certainly trained, and a resumed run trains up to two steps of samples again.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ from penstock.integrations.trainers.trl_samples import rollout_fields
 from penstock.protocol import Timeouts
 
 CANNOT_CARRY = ("sampling_mask", "routed_experts", "rl_weights", "ce_weights", "ref_kl_weights", "teacher_logprobs")
-"""Columns that change what is trained, and that TRL's samples have no place for."""
+"""Columns that change the training and that TRL's samples cannot hold."""
 _LAG = 2
-"""Optimizer steps after which everything that TRL had fetched is trained: it reads one micro-batch and one sample
+"""Optimizer steps after which all samples that TRL had fetched are trained: it reads one micro-batch and one sample
 ahead."""
 _LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handed:
-    """A sample on its way, and where it stood."""
+    """A sample in the queue, and its position in the plane's steps."""
 
     step: int
     index: int
     """In its step, from 0."""
     is_last: bool
     sample: RolloutSample | None
-    """None where there was nothing to train."""
+    """None if the sample has nothing to train."""
 
 
 class PlanePosition(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Tells the worker what TRL did, and keeps its position in the checkpoint."""
+    """Reports TRL's progress to the worker, and stores the worker's position in the checkpoint."""
 
     def __init__(self, worker: PlaneRolloutWorker) -> None:
         self.worker = worker
@@ -76,8 +76,8 @@ class PlanePosition(TrainerCallback, ExportableState):  # type: ignore[misc]
         saved = state.stateful_callbacks.get(type(self).__name__)
         if saved is None:
             raise ConfigError(
-                f"checkpoint of step {state.global_step}: says no position at a plane; it was written without "
-                "worker.position. Load its weights as the model instead of resuming"
+                f"checkpoint of step {state.global_step}: has no position at a plane, because it was written without "
+                "worker.position; load its weights as the model instead of resuming"
             )
         self.worker.prepare(args, saved["attributes"])
 
@@ -90,33 +90,33 @@ class PlanePosition(TrainerCallback, ExportableState):  # type: ignore[misc]
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """How far training is."""
+    """How far training has come."""
 
     step: int = 0
     """The last step of the plane whose samples are all trained."""
     samples: int = 0
-    """Samples of the step after it that are trained too."""
+    """Trained samples of the step after it."""
     version: int = 0
-    """Of the weights."""
+    """Version of the weights."""
 
     def as_dict(self) -> dict[str, int]:
         return {"step": self.step, "samples": self.samples, "version": self.version}
 
     def passed(self, handed: Handed) -> bool:
-        """This sample is done with; whether its step is."""
+        """Move past a sample. Returns whether its step is complete."""
         self.step, self.samples = (handed.step, 0) if handed.is_last else (handed.step - 1, handed.index + 1)
         return handed.is_last
 
 
 class Buffer(queue.Queue[Handed]):
-    """The queue that TRL takes samples from; what it takes is written down."""
+    """The queue that TRL takes samples from. Records what it takes."""
 
     def __init__(self, worker: PlaneRolloutWorker, size: int) -> None:
         super().__init__(size)
         self._worker = worker
 
     def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:
-        """The next sample that is to be trained; `queue.Empty` after `timeout` seconds."""
+        """Return the next sample to train. Raises `queue.Empty` after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
@@ -129,8 +129,8 @@ class Buffer(queue.Queue[Handed]):
 class PlaneRolloutWorker:
     """Hands a plane's samples to `AsyncGRPOTrainer(rollout_worker=...)`; pass `worker.position` in `callbacks` too.
 
-    `plane` is an address, or a `Plane`, opened with `ranks=1`: TRL packs and spreads over its ranks by itself. Columns
-    that TRL cannot carry are refused; `drop` names those that may be left out. `size` samples wait in the queue.
+    `plane` is an address, or a `Plane` opened with `ranks=1`: TRL packs and distributes over its ranks itself. Columns
+    that TRL cannot carry are rejected unless `drop` names them. The queue holds `size` samples.
     """
 
     def __init__(
@@ -155,23 +155,23 @@ class PlaneRolloutWorker:
         self._stopping = threading.Event()
         self._error: BaseException | None = None
         self._handed: deque[tuple[Handed, bool]] = deque()
-        """Taken by TRL and not known to be trained; whether it was given out, and not dropped."""
+        """Samples taken by TRL and not known to be trained, each with whether it was handed out or dropped."""
         self._given = 0
         self._marks: deque[int] = deque()
-        """Samples given out up to the last few optimizer steps, and not trained up to then for certain."""
+        """Samples handed out before each of the last few optimizer steps, which may not be trained yet."""
         self._complete: list[int] = []
-        """Steps that are trained and not committed."""
+        """Trained steps that are not committed yet."""
         self._model_version = self._first_version = 0
         self._groups = 0
         self._alive_at = time.monotonic()
 
-    # -------------------------------------------------------------- what TRL calls
+    # -------------------------------------------------------------- called by TRL
 
     def start(self) -> None:
-        """Begin where the checkpoint ended."""
+        """Start from the checkpoint's position."""
         if self._args is None:
             raise ConfigError(
-                "PlaneRolloutWorker: nobody tells it what was trained; pass callbacks=[worker.position] to the trainer"
+                "PlaneRolloutWorker: does not learn what was trained; pass callbacks=[worker.position] to the trainer"
             )
         first = self.progress.step + 1
         if isinstance(self._plane, Plane):
@@ -186,20 +186,20 @@ class PlaneRolloutWorker:
         self._stopping.set()
         if self._source is not None:
             if self._error is None:
-                with suppress(PenstockError):  # what could not be confirmed is served again
+                with suppress(PenstockError):  # unconfirmed steps are served again
                     self._source.flush()
             self._source.close()
         if self._thread is not None:
             self._thread.join(10)
 
     def update_model_version(self, model_version: int) -> None:
-        """TRL has sent weights out: from now on that is the version. It counts from 1, anew in every life."""
+        """Record the version of weights that TRL has sent out. TRL counts from 1 in every process."""
         self._model_version = model_version
         self.progress.version = self._first_version + model_version - 1
         self._commit()
 
     def check_health(self, stale_after_s: float) -> None:
-        """Called while TRL waits."""
+        """Raise if the worker failed or is stuck. TRL calls this while it waits."""
         self.raise_error()
         silent = time.monotonic() - self._alive_at
         if silent > stale_after_s and self._source is not None:
@@ -207,34 +207,34 @@ class PlaneRolloutWorker:
                 f"no samples for {silent:.0f} s (heartbeat_stale_after_s); waited for: {self._source.waiting_for}"
             )
 
-    # -------------------------------------------------------------- what the callback and the queue tell
+    # -------------------------------------------------------------- called by the callback and the queue
 
     def prepare(self, args: Any, saved: dict[str, int]) -> None:
-        """Training begins, from what a checkpoint says."""
+        """Begin training at a checkpoint's position."""
         self._args, self.progress = args, Progress(**saved)
         self._first_version = self.progress.version
 
     def taken(self, handed: Handed) -> RolloutSample | None:
-        """TRL takes a sample: itself, or None if it is not worth training."""
+        """Record that TRL takes a sample. Returns it, or None if it has nothing to train or is too stale."""
         sample = handed.sample
         if sample is not None and self._model_version - sample.model_version > self._args.max_staleness:
-            self.metrics_queue.put({"sample/dropped_stale_total": 1.0})  # as TRL would, and here it is written down
+            self.metrics_queue.put({"sample/dropped_stale_total": 1.0})  # as TRL would, but here it is recorded
             sample = None
         self._handed.append((handed, sample is not None))
         self._given += sample is not None
         return sample
 
     def on_step_end(self, *, syncs: bool) -> None:
-        """An optimizer step is done; with `syncs`, weights go out next."""
+        """Record that an optimizer step is done. With `syncs`, weights are sent out next."""
         if self._source is None:
-            return  # TRL uses the worker of its main process alone
+            return  # TRL uses only the worker of its main process
         self._pass_by(self._trained())
         if not syncs:
-            self.progress.version = self._first_version + self._model_version  # of the next weights to go out
+            self.progress.version = self._first_version + self._model_version  # of the next weights to be sent out
             self._commit()
 
     def _trained(self) -> int:
-        """Samples that are trained since this was last asked."""
+        """Return the number of samples trained since the last call."""
         args = self._args
         if args.token_budget is not None and args.token_budget <= 0:
             return int(args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps)
@@ -243,7 +243,7 @@ class PlaneRolloutWorker:
         return self._marks.popleft() if len(self._marks) > _LAG else 0
 
     def _pass_by(self, count: int) -> None:
-        """So many samples more are trained, and those that were dropped between them are done with."""
+        """Move past `count` trained samples, and past the dropped ones among them."""
         while self._handed and (count or not self._handed[0][1]):
             handed, given = self._handed.popleft()
             count -= given
@@ -260,7 +260,7 @@ class PlaneRolloutWorker:
         if self._error is not None:
             raise self._error
 
-    # -------------------------------------------------------------- the worker's own thread
+    # -------------------------------------------------------------- in the worker's thread
 
     def _work(self, source: Source) -> None:
         skip = self.progress.samples
@@ -298,7 +298,7 @@ class PlaneRolloutWorker:
                 return
 
     def _rollout(self, sample: Sample, group: int) -> RolloutSample:
-        """The sample as TRL takes it: one advantage, one temperature for all of them, no weights."""
+        """Convert a sample for TRL: one advantage, the same temperature for all samples, no weights."""
         check_carried(sample, temperature=self._args.temperature, drop=self._drop)
         version = self._model_version
         if sample.policy_version is not None:
@@ -308,14 +308,14 @@ class PlaneRolloutWorker:
 
 
 def check_carried(sample: Sample, *, temperature: float, drop: Collection[str] = ()) -> None:
-    """Refuse a sample of which TRL would train something else."""
+    """Reject a sample that TRL would train differently."""
     mask, where = sample.loss_mask, f"sample {sample.id!r}"
     for name in ("logprobs", "advantages"):
         if name not in sample:
             raise InvalidInput(f"{where}: no {name}; AsyncGRPOTrainer needs them on every sample")
     if sample.mode != "rl" or sample.images:
         what = f"mode {sample.mode!r}" if sample.mode != "rl" else f"{len(sample.images)} images"
-        raise InvalidInput(f"{where}: {what}; AsyncGRPOTrainer trains text by policy gradient alone; use PlaneTrainer")
+        raise InvalidInput(f"{where}: {what}; AsyncGRPOTrainer trains only text by policy gradient; use PlaneTrainer")
     advantages = np.unique(sample["advantages"][mask])
     if len(advantages) > 1:
         raise InvalidInput(
@@ -326,7 +326,7 @@ def check_carried(sample: Sample, *, temperature: float, drop: Collection[str] =
     if given is not None and "temperatures" not in drop and not np.allclose(given[mask], temperature):
         raise InvalidInput(
             f"{where}.temperatures: sampled at {float(given[mask][0]):g}, AsyncGRPOConfig has "
-            f"temperature={temperature:g}; set it to what was sampled with"
+            f"temperature={temperature:g}; set it to the sampling temperature"
         )
     for name in CANNOT_CARRY:
         if name in sample and name not in drop and not _is_neutral(sample, name):
@@ -337,7 +337,7 @@ def check_carried(sample: Sample, *, temperature: float, drop: Collection[str] =
 
 
 def _is_neutral(sample: Sample, name: str) -> bool:
-    """Whether a column says nothing that TRL would not do by itself."""
+    """Check whether a column asks only for what TRL does anyway."""
     cells, mask = sample[name], sample.loss_mask
     if name == "rl_weights":
         return bool((cells[mask] == 1.0).all())

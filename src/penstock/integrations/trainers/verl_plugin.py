@@ -1,6 +1,6 @@
-"""verl finds this module by its entry point and imports it in every process: the backend "Penstock" is known there.
+"""Registers TransferQueue's backend "Penstock" when imported. verl imports it in every process, by its entry point.
 
-Importing it is what registers; nothing else imports it. Where TransferQueue is not installed it does nothing.
+Does nothing if TransferQueue is not installed.
 """
 
 from __future__ import annotations

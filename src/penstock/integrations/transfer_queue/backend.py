@@ -1,9 +1,9 @@
-"""TransferQueue: a storage backend that keeps what was put on disk, in folders of columns.
+"""A durable storage backend for TransferQueue: puts are on disk, in folders of columns.
 
-`register()` makes the backend "Penstock" known to TransferQueue in this process; every process of a job needs that, by
-Ray's `worker_process_setup_hook` or, in verl, by itself (`verl_plugin.py`). The storage units are Ray actors that Ray
-starts again when they die; what they had acknowledged is in their folder. Which keys there are is the controller's to
-know, and TransferQueue's checkpoints keep that.
+`register()` adds the backend "Penstock" to TransferQueue in this process. Every process of a job needs it: use Ray's
+`worker_process_setup_hook`; in verl it happens by itself (`verl_plugin.py`). The storage units are Ray actors. Ray
+restarts them when they die, and what they had acknowledged is in their folder. TransferQueue's controller knows which
+keys exist, and its checkpoints store that.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from penstock.integrations.transfer_queue.column_store import Cells
 from penstock.integrations.transfer_queue.column_unit import (
     Clear,
     Get,
-    Line,
     Load,
     Put,
     Request,
     Save,
     Unit,
+    UnitConnection,
     Where,
 )
 from penstock.integrations.transfer_queue.typed_cells import cells_of, values_of
 
 NAME = "Penstock"
-"""What `backend.storage_backend` says."""
+"""The value of `backend.storage_backend`."""
 _NAMESPACE = "transfer_queue"
 _TIMEOUT_S = 300.0
 
 
 def register() -> None:
-    """Make the backend known to TransferQueue in this process."""
+    """Add the backend to TransferQueue in this process."""
     from transfer_queue.storage.bootstrap import StorageBootstrapProvider
     from transfer_queue.storage.managers.base import StorageManagerFactory
 
@@ -50,7 +50,7 @@ def register() -> None:
 
 
 def start_units(conf: Any) -> dict[str, Any]:
-    """Start the storage units that `backend.Penstock` asks for: `folder`, `checkpoints`, `num_units`, `timeout_s`."""
+    """Start the storage units. Settings in `backend.Penstock`: `folder`, `checkpoints`, `num_units`, `timeout_s`."""
     import ray
     from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
 
@@ -79,7 +79,7 @@ def _names(units: int) -> list[str]:
 
 
 class _UnitActor:
-    """A storage unit in a Ray actor; started again, it has what its folder has."""
+    """A storage unit in a Ray actor. After a restart it serves what is in its folder."""
 
     def __init__(self, folder: str, checkpoints: str, unit: int, units: int) -> None:
         import ray
@@ -91,7 +91,7 @@ class _UnitActor:
             unit=unit,
             units=units,
             saves_under=checkpoints,
-            on_failure=lambda: os._exit(1),  # Ray starts it again
+            on_failure=lambda: os._exit(1),  # Ray restarts it
         )
 
     def where(self) -> Where:
@@ -99,7 +99,7 @@ class _UnitActor:
 
 
 def _locator(name: str) -> Callable[[float], Where | None]:
-    """Where a unit is; None while it is being started again."""
+    """Return a function that finds a unit's address; None while Ray restarts it."""
 
     def locate(timeout_s: float) -> Where | None:
         import ray
@@ -114,15 +114,15 @@ def _locator(name: str) -> Callable[[float], Where | None]:
     return locate
 
 
-class UnitLines:
-    """Lines to all units, from as many threads as ask."""
+class UnitConnections:
+    """Connections to all units: one per unit and thread, because a ZeroMQ socket belongs to one thread."""
 
     def __init__(self, names: Sequence[str], timeout_s: float) -> None:
         self._locators = [_locator(name) for name in names]
         self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(2 * len(names) + 2, thread_name_prefix="penstock-lines")
+        self._pool = ThreadPoolExecutor(2 * len(names) + 2, thread_name_prefix="penstock-units")
         self._own = threading.local()
-        self._all: list[Line] = []
+        self._all: list[UnitConnection] = []
         self.units = len(names)
 
     async def ask(self, unit: int, request: Request, data: Sequence[Any] = ()) -> tuple[tuple[Cells, ...], list[Any]]:
@@ -133,14 +133,17 @@ class UnitLines:
         return await asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(work, *arguments))
 
     def ask_now(self, unit: int, request: Request, data: Sequence[Any]) -> tuple[tuple[Cells, ...], list[Any]]:
-        lines: dict[int, Line] = self._own.__dict__.setdefault("lines", {})
-        if unit not in lines:
-            lines[unit] = Line(self._locators[unit], timeout_s=self._timeout_s)
-            self._all.append(lines[unit])
-        return lines[unit].ask(request, data)
+        connections: dict[int, UnitConnection] = self._own.__dict__.setdefault("connections", {})
+        if unit not in connections:
+            connections[unit] = UnitConnection(self._locators[unit], timeout_s=self._timeout_s)
+            self._all.append(connections[unit])
+        return connections[unit].ask(request, data)
 
     def shared(self, rows: Sequence[int]) -> dict[int, list[int]]:
-        """Unit -> the positions of its rows; a row is always the same unit's."""
+        """Return unit -> positions of its rows. A row always belongs to the same unit.
+
+        Rows 4, 7, 8 over 2 units: unit 0 has positions [0, 2], unit 1 has [1].
+        """
         found: dict[int, list[int]] = defaultdict(list)
         for position, row in enumerate(rows):
             found[row % self.units].append(position)
@@ -153,9 +156,9 @@ class UnitLines:
 
 
 class _Storage:
-    """What TransferQueue asks of a backend, above a `StorageManager`, which tells the controller of what was put."""
+    """A backend's methods for TransferQueue. Its `StorageManager` reports puts to the controller."""
 
-    _lines: UnitLines
+    _connections: UnitConnections
     notify_data_update: Callable[..., Any]
 
     async def put_data(self, data: Any, metadata: Any, data_parser: Any = None) -> None:
@@ -166,16 +169,16 @@ class _Storage:
         if metadata.size == 0:
             return
         rows = list(metadata.global_indexes)
-        shares = self._lines.shared(rows)
+        shares = self._connections.shared(rows)
         await asyncio.gather(
-            *(self._lines.beside(self._put, unit, data, rows, places) for unit, places in shares.items())
+            *(self._connections.beside(self._put, unit, data, rows, places) for unit, places in shares.items())
         )
         await self.notify_data_update(metadata.partition_ids[0], rows, extract_field_schema(data))
 
     def _put(self, unit: int, data: Any, rows: list[int], places: list[int]) -> None:
         columns = [cells_of(name, _selected(data[name], places, len(rows))) for name in sorted(data.keys())]
         request = Put(tuple(rows[place] for place in places), tuple(cells for cells, _ in columns))
-        self._lines.ask_now(unit, request, [content for _, content in columns])
+        self._connections.ask_now(unit, request, [content for _, content in columns])
 
     async def get_data(self, metadata: Any) -> Any:
         from tensordict import TensorDict
@@ -183,36 +186,36 @@ class _Storage:
         rows, names = list(metadata.global_indexes), list(metadata.field_names)
         if not rows or not names:
             return TensorDict({}, batch_size=len(rows))
-        shares = self._lines.shared(rows)
+        shares = self._connections.shared(rows)
         asked = (
-            self._lines.ask(unit, Get(tuple(rows[place] for place in places), tuple(names)))
+            self._connections.ask(unit, Get(tuple(rows[place] for place in places), tuple(names)))
             for unit, places in shares.items()
         )
         answers = await asyncio.gather(*asked)
-        found = await self._lines.beside(_joined, list(shares.values()), answers, len(rows))
+        found = await self._connections.beside(_joined, list(shares.values()), answers, len(rows))
         return TensorDict(found, batch_size=len(rows))
 
     async def clear_data(self, metadata: Any) -> None:
         rows = list(metadata.global_indexes)
         asked = (
-            self._lines.ask(unit, Clear(tuple(rows[place] for place in places)))
-            for unit, places in self._lines.shared(rows).items()
+            self._connections.ask(unit, Clear(tuple(rows[place] for place in places)))
+            for unit, places in self._connections.shared(rows).items()
         )
         await asyncio.gather(*asked)
 
     async def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Every unit writes what it has into a folder of its own."""
-        await self._each(lambda unit: Save(str(_saved(checkpoint_dir, unit, self._lines.units))))
+        """Have every unit write its data into its own folder."""
+        await self._each(lambda unit: Save(str(_saved(checkpoint_dir, unit, self._connections.units))))
 
     async def load_checkpoint(self, checkpoint_dir: str) -> None:
         found = sorted(path.name for path in Path(checkpoint_dir).glob("penstock-*"))
-        wanted = [_saved(checkpoint_dir, unit, self._lines.units).name for unit in range(self._lines.units)]
+        wanted = [_saved(checkpoint_dir, unit, self._connections.units).name for unit in range(self._connections.units)]
         if found != sorted(wanted):
-            raise ConfigError(f"{checkpoint_dir}: saved {found}; {self._lines.units} units need {wanted}")
-        await self._each(lambda unit: Load(str(_saved(checkpoint_dir, unit, self._lines.units))))
+            raise ConfigError(f"{checkpoint_dir}: saved {found}; {self._connections.units} units need {wanted}")
+        await self._each(lambda unit: Load(str(_saved(checkpoint_dir, unit, self._connections.units))))
 
     async def _each(self, request: Callable[[int], Request]) -> None:
-        await asyncio.gather(*(self._lines.ask(unit, request(unit)) for unit in range(self._lines.units)))
+        await asyncio.gather(*(self._connections.ask(unit, request(unit)) for unit in range(self._connections.units)))
 
 
 @functools.cache
@@ -225,11 +228,11 @@ def _manager_class() -> type:
         def __init__(self, controller_info: Any, config: Any, zmq_context: Any = None) -> None:  # noqa: ARG002
             StorageManager.__init__(self, controller_info, config)
             timeout_s = float(config.get("timeout_s") or _TIMEOUT_S)
-            self._lines = UnitLines(_names(int(config.get("num_units") or 1)), timeout_s)
+            self._connections = UnitConnections(_names(int(config.get("num_units") or 1)), timeout_s)
 
         def close(self) -> None:
-            if hasattr(self, "_lines"):
-                self._lines.close()
+            if hasattr(self, "_connections"):
+                self._connections.close()
             super().close()
 
     return PenstockStorageManager
@@ -240,7 +243,7 @@ def _saved(folder: str, unit: int, units: int) -> Path:
 
 
 def _selected(column: Any, places: list[int], rows: int) -> Any:
-    """Some rows of a column, copied only where they are not all or neighbours."""
+    """Select rows of a column. Copies only if the positions are not evenly spaced: 0 2 4 is the view [0:5:2]."""
     import torch
 
     if isinstance(column, torch.Tensor) and not column.is_nested:
@@ -257,7 +260,7 @@ def _selected(column: Any, places: list[int], rows: int) -> Any:
 def _joined(
     places: list[list[int]], answers: Sequence[tuple[tuple[Cells, ...], list[Any]]], rows: int
 ) -> dict[str, Any]:
-    """Columns in the order that was asked for, out of the answers of several units."""
+    """Join the answers of several units into columns, in the requested order of rows."""
     if len(answers) == 1:
         columns, data = answers[0]
         return {cells.name: values_of(cells, content, rows) for cells, content in zip(columns, data, strict=True)}

@@ -1,13 +1,13 @@
-"""Columns in the files of a folder: blocks end to end in segment files, one sync for all that are kept together.
+"""Files of columns in a folder: blocks are appended to segment files, with one sync for all that come together.
 
-    frames/000003-000001    [frame][frame][frame]...        segment 1 of the third life of this folder
+    columns/000003-000001   [block][block][block]...        segment 1, written after the third opening of this folder
     location                000003-000001:8192:310284       segment, offset, bytes
 
-A location is handed out when its bytes are synced, so a torn tail is never referred to. A new life begins new
-segments. Freed frames are punched out of their segment where the filesystem can do that, and a segment is removed when
-every byte of it was freed by name: by `sweep`, which may take as long as the disk likes. Segments are mapped to be
-read; their size is looked at before each use, because touching pages that a file no longer has ends the process.
-Whether the bytes are still those that were kept is for the frame's own checksums to say.
+A location is returned after its bytes are synced, so a torn tail is never referenced. Each opening of the folder writes
+new segments. `sweep` punches freed blocks out of their segment, if the filesystem supports that, and removes a segment
+once every byte of it was freed by name. It may take as long as the disk needs. Segments are memory-mapped for reading.
+Their size is checked before each use, because touching pages beyond the end of a file kills the process. The caller's
+checksums detect damaged bytes.
 """
 
 from __future__ import annotations
@@ -30,37 +30,38 @@ from penstock.frames import Buffer
 
 logger = logging.getLogger("penstock.columns")
 SEGMENT_BYTES = 64 << 20
-"""A segment that has grown to this is continued in a new one."""
+"""Start a new segment when one has grown to this."""
 _LOCATION = re.compile(r"(\d{6,}-\d{6,}):(\d{1,15}):(\d{1,15})")
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ColumnFiles:
-    """Frames in the files of one folder, which one process owns at a time; `life` tells its owners apart."""
+    """Blocks in the files of one folder, owned by one process at a time. `life` counts its owners."""
 
     def __init__(self, folder: str | Path, *, life: int) -> None:
         self._folder, self._life = Path(folder), life
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._live: dict[str, set[int]] = {}
-        """Segment -> where in it frames begin that are still wanted."""
+        """Segment -> offsets of the blocks that are still needed."""
         self._freed: dict[str, dict[int, int]] = {}
-        """Segment -> where frames that were freed begin, and their bytes."""
+        """Segment -> offset and size of the freed blocks."""
         self.removed: deque[str] = deque()
-        """Segments that were removed, for whoever remembers what was freed in them."""
+        """Segments that were removed: the owner may forget what was freed in them."""
         self._bytes = 0
         self._count = 0
         self._active: tuple[str, int] | None = None
-        """(segment that is written to, its file descriptor)."""
+        """(segment being written, its file descriptor)."""
         self._end = 0
         self._maps: dict[str, mmap.mmap] = {}
         self._to_sweep: deque[tuple[str, int, int]] = deque()
-        """(segment, offset, bytes) to be punched out; no bytes: the segment is to be removed."""
+        """(segment, offset, bytes) to punch out; 0 bytes means to remove the segment."""
         self._lock = threading.Lock()
 
-    # -------------------------------------------------------------- keeping
+    # -------------------------------------------------------------- writing
 
     def keep(self, frames: Sequence[Buffer]) -> list[str]:
+        """Append blocks and sync once. Returns their locations; after an error none of them is stored."""
         segment, file = self._segment()
         start = self._end
         try:
@@ -78,7 +79,7 @@ class ColumnFiles:
         return [f"{segment}:{at}:{len(frame)}" for at, frame in zip(offsets.tolist(), frames, strict=False)]
 
     def _segment(self) -> tuple[str, int]:
-        """The segment to write to, a new one if the last is full."""
+        """Return the segment to write to; a new one if the last is full."""
         if self._active is not None and self._end < SEGMENT_BYTES:
             return self._active
         self._finish()
@@ -93,13 +94,13 @@ class ColumnFiles:
         return self._active
 
     def _abandon(self, start: int) -> None:
-        """What was being written is given back; later frames go where it began, or to a new segment."""
+        """Truncate a failed write. Later blocks go where it began, or to a new segment if that fails too."""
         assert self._active is not None
         try:
             os.ftruncate(self._active[1], start)
             os.lseek(self._active[1], start, os.SEEK_SET)
         except OSError as error:
-            logger.warning("%s: %s; going on in a new segment", self._active[0], error)
+            logger.warning("%s: %s; continuing in a new segment", self._active[0], error)
             self._finish()
 
     def _finish(self) -> None:
@@ -110,9 +111,10 @@ class ColumnFiles:
                 self._active, self._end = None, 0
                 self._remove_if_freed(name)
 
-    # -------------------------------------------------------------- giving
+    # -------------------------------------------------------------- reading
 
     def read(self, location: str) -> Buffer:
+        """Return a view of a block. Maps the segment again if it has grown since."""
         segment, offset, size = _parts(location)
         with self._lock:
             mapped = self._maps.get(segment)
@@ -137,9 +139,10 @@ class ColumnFiles:
     # -------------------------------------------------------------- freeing
 
     def load(self, live: Iterable[str], freed: Iterable[str]) -> None:
-        """Begin with these frames, and free those that an earlier life of the folder freed and did not get to delete.
+        """Start with these blocks, and free those that an earlier owner freed but did not delete.
 
-        Bytes that neither names stay where they are: nothing is deleted because it is unknown."""
+        Bytes that neither list names are left alone: nothing is deleted because it is unknown.
+        """
         with self._lock:
             self._live, self._freed, self._bytes = {}, {}, 0
             for location in live:
@@ -151,7 +154,7 @@ class ColumnFiles:
         self.sweep()
 
     def free(self, locations: Iterable[str]) -> None:
-        """Give up these frames; `sweep` deletes their bytes."""
+        """Mark blocks as freed. `sweep` deletes their bytes."""
         with self._lock:
             for location in locations:
                 segment, offset, size = _parts(location)
@@ -168,14 +171,14 @@ class ColumnFiles:
             self._to_sweep.append((segment, offset, size))
 
     def _remove_if_freed(self, segment: str) -> bool:
-        """Remove a segment whose every byte was freed by name; one that is written to stays."""
+        """Queue a segment for removal if every byte of it was freed by name and it is not being written."""
         if self._live.get(segment) or (self._active is not None and self._active[0] == segment):
             return False
         freed = sum(self._freed.get(segment, {}).values())
         try:
             if freed < (self._folder / segment).stat().st_size:
                 return False
-        except OSError:  # it is gone already
+        except OSError:  # already gone
             pass
         self._live.pop(segment, None)
         self._freed.pop(segment, None)
@@ -184,6 +187,7 @@ class ColumnFiles:
         return True
 
     def sweep(self) -> None:
+        """Delete what was freed."""
         while self._to_sweep:
             try:
                 segment, offset, size = self._to_sweep.popleft()
@@ -220,14 +224,14 @@ def _write(file: int, frame: Buffer) -> None:
 def _remove(path: Path) -> bool:
     try:
         path.unlink(missing_ok=True)
-    except OSError as error:  # it is removed when the folder is opened again
+    except OSError as error:  # retried when the folder is opened again
         logger.warning("%s: not removed: %s", path, error.strerror)
         return False
     return True
 
 
 def _punch(path: Path, offset: int, size: int) -> None:
-    """Give pages back inside a file; where that cannot be done, the space is free when the segment is."""
+    """Free pages inside a file. Without filesystem support the space is free when the segment is removed."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "fallocate"):
         return
@@ -243,5 +247,5 @@ def _punch(path: Path, offset: int, size: int) -> None:
 
 def _typed(error: OSError, folder: Path) -> StorageError:
     if error.errno in _NO_ROOM:
-        return DiskFull(f"{folder}: {error.strerror}; nothing was kept; make room, or raise max_disk_bytes")
+        return DiskFull(f"{folder}: {error.strerror}; nothing was stored; free some space")
     return StorageError(f"{folder}: {error.strerror}")

@@ -1,11 +1,15 @@
-"""Columns of any type under numbered rows, durable in a folder: what a put has acknowledged, a kill does not take.
+"""A durable store of columns of any type under numbered rows, in a folder. Acknowledged puts survive a kill.
 
-A *block* is what came with one put: some columns of some rows. Its bytes are frames of a `ColumnFiles`, one for each
-column; what is known of them (names, types, shapes, sizes, checksums, which rows) is one line of an SQLite file,
-written after the bytes were synced. What is freed is written there too, by name, before its bytes are deleted, so that
-nothing is ever deleted because it is unknown. A row's column is that of the newest block that has it. A block is given
-back when all of its rows were cleared, or put again with all of its columns. One process owns the folder at a time;
-nothing here is pickled.
+A *block* is the content of one put: some columns of some rows. Its bytes go to `ColumnFiles`, one entry per column. Its
+description (names, types, shapes, sizes, checksums, rows) is one row of an SQLite file, written after the bytes were
+synced. Freed blocks are recorded there too, by name, before their bytes are deleted, so that nothing is ever deleted
+because it is unknown. A row's column is the one in the newest block that has it:
+
+    put 1: rows 7 8, columns a b        row 7 has a from block 2 and b from block 1
+    put 2: row 7, column a              block 1 stays for b, and for row 8
+
+A block is freed when all its rows were cleared, or put again with all its columns. One process owns the folder at a
+time. Nothing here is pickled.
 """
 
 from __future__ import annotations
@@ -39,14 +43,14 @@ CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WI
 
 
 class Cells(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the values of one column; a list of one stands for all rows alike."""
+    """Describes the values of one column. A tuple of one entry applies to all rows."""
 
     name: str
     kinds: tuple[str, ...]
     """Dtype of each value."""
     shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
-    """Bytes of each value; they follow one another."""
+    """Bytes of each value; the values are concatenated."""
 
     def all_sizes(self, rows: int) -> NDArray[np.int64]:
         sizes = np.array(self.sizes, np.int64)
@@ -62,17 +66,17 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
-    """Some columns of some rows, on their way in or out."""
+    """Some columns of some rows, as put or returned by get."""
 
     rows: tuple[int, ...]
-    """Their numbers; -1 for one that was cleared."""
+    """Row numbers; -1 for a cleared row."""
     columns: tuple[Cells, ...]
     data: tuple[Buffer, ...]
     """The bytes of each column."""
 
 
 class _Held:
-    """A block that is kept: where its columns are, which rows it still has."""
+    """A stored block: the locations of its columns, and its remaining rows."""
 
     __slots__ = ("columns", "ends", "live", "rows")
 
@@ -88,7 +92,7 @@ class _Held:
 
 
 class ColumnStore:
-    """The columns in one folder; used by one thread. `facts` that the folder began with must stay the same."""
+    """The columns in one folder. For one thread. `facts` are properties of the folder that must not change."""
 
     def __init__(self, folder: str | Path, **facts: str) -> None:
         self.folder = Path(folder)
@@ -96,7 +100,7 @@ class ColumnStore:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._owner = _own(self.folder / "owner")
         except PermissionError as error:
-            raise StorageError(f"{folder}: {error.strerror}; give a folder that can be made and written") from None
+            raise StorageError(f"{folder}: {error.strerror}; give a folder that can be created and written") from None
         try:
             with self._errors():
                 self._sql = sqlite3.connect(self.folder / "blocks.sqlite", isolation_level=None)
@@ -107,17 +111,17 @@ class ColumnStore:
             self._files = ColumnFiles(self.folder / "columns", life=self.life)
             self._blocks: dict[int, _Held] = {}
             self._where: dict[int, list[tuple[int, int]]] = {}
-            """Row -> (block, place in it), the newest last."""
+            """Row -> (block, index in it), the newest last."""
             self._checked: set[str] = set()
             self._load()
         except BaseException:
             self._owner.close()
             raise
 
-    # -------------------------------------------------------------- in
+    # -------------------------------------------------------------- writing
 
     def put(self, blocks: Sequence[Block]) -> None:
-        """Keep blocks, with one sync for all; they are durable when this returns, or none of them is kept."""
+        """Store blocks with one sync. All are durable when this returns; after an error none is stored."""
         for block in blocks:
             _check(block)
         kept = self._keep(blocks)
@@ -129,7 +133,7 @@ class ColumnStore:
         self._free(dead)
 
     def clear(self, rows: Iterable[int]) -> None:
-        """Forget rows; those that are not there are none of it."""
+        """Delete rows. Unknown rows are ignored."""
         touched = set()
         with self._changing() as sql:
             for row in rows:
@@ -142,7 +146,7 @@ class ColumnStore:
         self._free(touched)
 
     def replace(self, blocks: Iterable[Block]) -> None:
-        """Keep these and nothing else: all at once, so that a kill leaves what was or what is to be."""
+        """Replace the whole content in one transaction: after a kill, either the old or the new content is there."""
         found: list[tuple[tuple[int, ...], list[Kept]]] = []
         for batch in _batches(blocks):
             found += [(block.rows, columns) for block, columns in zip(batch, self._keep(batch), strict=True)]
@@ -154,7 +158,7 @@ class ColumnStore:
         self._load()
 
     def _keep(self, blocks: Sequence[Block]) -> list[list[Kept]]:
-        # A frame without bytes would have the place of the next one.
+        # An empty entry is not written: its location would equal that of the next one.
         locations = iter(self._files.keep([data for block in blocks for data in block.data if len(data)]))
         return [
             [
@@ -168,10 +172,10 @@ class ColumnStore:
             for block in blocks
         ]
 
-    # -------------------------------------------------------------- out
+    # -------------------------------------------------------------- reading
 
     def get(self, rows: Sequence[int], names: Sequence[str]) -> Block:
-        """These columns of these rows, copied; UnknownKey names the first that is missing."""
+        """Return a copy of these columns of these rows. UnknownKey names the first missing one."""
         columns, data = [], []
         for name in names:
             found = [self._find(row, name) for row in rows]
@@ -187,7 +191,7 @@ class ColumnStore:
         return Block(rows=tuple(rows), columns=tuple(columns), data=tuple(data))
 
     def blocks(self) -> Iterator[Block]:
-        """Everything that is here, the oldest first."""
+        """Yield all blocks, the oldest first."""
         for number in sorted(self._blocks):
             held = self._blocks[number]
             kept = list(held.columns.values())
@@ -202,7 +206,7 @@ class ColumnStore:
         raise UnknownKey(f"row {row}: {known}")
 
     def _joined(self, pieces: Sequence[tuple[Kept, int, int]]) -> bytes:
-        """The bytes, copied once; neighbours in one column as one piece."""
+        """Concatenate pieces with one copy. Adjacent pieces are read as one: [0:4] and [4:9] become [0:9]."""
         runs: list[tuple[Kept, int, int]] = []
         for kept, start, stop in pieces:
             if runs and runs[-1][0] is kept and runs[-1][2] == start:
@@ -215,9 +219,9 @@ class ColumnStore:
         if not kept.location:
             return b""
         data = self._files.read(kept.location)
-        if kept.location not in self._checked:  # once in a life: what is mapped does not change
+        if kept.location not in self._checked:  # once per opening: mapped bytes do not change
             if xxhash.xxh3_64_intdigest(data) != kept.checksum:
-                raise CorruptFile(f"{self.folder}: column {kept.cells.name!r} at {kept.location}: not what was put")
+                raise CorruptFile(f"{self.folder}: column {kept.cells.name!r} at {kept.location}: its checksum differs")
             self._checked.add(kept.location)
         return data
 
@@ -230,7 +234,7 @@ class ColumnStore:
         return self._files.num_bytes
 
     def sweep(self) -> None:
-        """Give the space of what was cleared back to the disk; may take as long as the disk likes."""
+        """Free the disk space of cleared rows. May take as long as the disk needs."""
         self._files.sweep()
         self._forget_removed()
 
@@ -238,18 +242,18 @@ class ColumnStore:
         self._files.close()
         self._forget_removed()
         self._sql.close()
-        fcntl.flock(self._owner, fcntl.LOCK_UN)  # closing is not enough while a forked child has it open too
+        fcntl.flock(self._owner, fcntl.LOCK_UN)  # closing is not enough: a forked child may have it open
         self._owner.close()
 
-    # -------------------------------------------------------------- what is known
+    # -------------------------------------------------------------- bookkeeping
 
     def _begin(self, facts: dict[str, str]) -> int:
-        """The number of this life of the folder; what is said of the folder must be what was said before."""
+        """Check the folder's facts and count this opening. Returns its number, `life`."""
         known = dict(self._sql.execute("SELECT name, value FROM facts"))
         for name, value in facts.items():
             if known.get(name, value) != value:
                 raise ConfigError(
-                    f"{self.folder}: {name} {value}, and {known[name]} when it was made; use that, or another folder"
+                    f"{self.folder}: {name} is {value}, was {known[name]} at its creation; use that, or another folder"
                 )
         life = int(known.get("life", "0")) + 1
         self._sql.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", [*facts.items(), ("life", str(life))])
@@ -275,7 +279,10 @@ class ColumnStore:
                 self._where.setdefault(row, []).append((number, place))
 
     def _shadowed(self, rows: Iterable[int]) -> set[int]:
-        """Take rows out of blocks whose columns newer blocks all have; the blocks that lost some."""
+        """Remove rows from blocks whose columns are all in newer blocks. Returns the changed blocks.
+
+        Row 7 in block 1 (a b), 2 (a) and 3 (b): from the newest, 3 adds b, 2 adds a, and block 1 has nothing new.
+        """
         touched: set[int] = set()
         for row in rows:
             newer: set[str] = set()
@@ -308,14 +315,17 @@ class ColumnStore:
             self._checked -= set(locations)
 
     def _forget_removed(self) -> None:
-        """What was freed in segments that are gone need not be remembered."""
+        """Delete the records of freed blocks whose segments are gone."""
         while self._files.removed:
             with self._errors():
                 self._sql.execute("DELETE FROM freed WHERE segment = ?", (self._files.removed.popleft(),))
 
     @contextmanager
     def _unless_kept(self, kept: Iterable[Sequence[Kept]]) -> Iterator[None]:
-        """Free frames that were written for a change that failed. What is on disk was read back by then."""
+        """Free bytes that were written for a change that failed.
+
+        By then `_changing` has read the database back, so what a commit of unknown outcome did store is not freed.
+        """
         written = [column.location for columns in kept for column in columns if column.location]
         try:
             yield
@@ -329,7 +339,7 @@ class ColumnStore:
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
-        """All that is done in the block, or nothing of it: then memory says again what the disk says."""
+        """Run the block as one transaction. After an error, reload memory from disk."""
         try:
             with self._errors():
                 self._sql.execute("BEGIN IMMEDIATE")
@@ -350,7 +360,7 @@ class ColumnStore:
 
 
 def _own(path: Path) -> IO[bytes]:
-    """A lock that ends with its process; whoever had it may take a moment to be gone."""
+    """Lock a file until this process ends. Waits up to 30 s for a previous owner that is still ending."""
     file = path.open("ab")
     deadline = time.monotonic() + _OWNER_S
     while True:
@@ -359,7 +369,7 @@ def _own(path: Path) -> IO[bytes]:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 file.close()
-                raise Conflict(f"{path.parent}: another process has it open; a folder has one owner") from None
+                raise Conflict(f"{path.parent}: another process has it open; only one may") from None
             time.sleep(0.05)
         else:
             os.set_inheritable(file.fileno(), False)
@@ -392,25 +402,27 @@ def _batches(blocks: Iterable[Block]) -> Iterator[list[Block]]:
 
 
 def _check(block: Block) -> None:
-    """What would make a later read wrong is refused; the types and shapes are the reader's to judge."""
+    """Reject a block that would make a later read wrong. The reader checks types and shapes."""
     count = len(block.rows)
     if not count:
-        raise InvalidInput("block: no rows; a block has at least one")
+        raise InvalidInput("block: no rows; give at least one")
     names = [cells.name for cells in block.columns]
     if len(set(names)) != len(names) or len(names) != len(block.data):
-        raise InvalidInput(f"block: columns {names} with {len(block.data)} buffers; give one for each, named once")
+        raise InvalidInput(
+            f"block: columns {names} with {len(block.data)} buffers; give one per column, each name once"
+        )
     named = [row for row in block.rows if row >= 0]
     if len(set(named)) != len(named):
-        raise InvalidInput("block: a row twice; give each once")
+        raise InvalidInput("block: a row is repeated; give each once")
     for cells, data in zip(block.columns, block.data, strict=True):
         for what in (cells.kinds, cells.shapes, cells.sizes):
             if len(what) not in (1, count):
                 raise InvalidInput(f"column {cells.name!r}: {len(what)} values for {count} rows")
         sizes = cells.all_sizes(count)
         if (sizes < 0).any() or int(sizes.sum()) != len(data):
-            raise InvalidInput(f"column {cells.name!r}: {len(data)} bytes; its values say {int(sizes.sum())}")
+            raise InvalidInput(f"column {cells.name!r}: {len(data)} bytes; its values need {int(sizes.sum())}")
 
 
 def _alike(values: list) -> tuple:  # type: ignore[type-arg]
-    """One value where all are equal."""
+    """Return one value if all are equal."""
     return (values[0],) if values and all(value == values[0] for value in values) else tuple(values)

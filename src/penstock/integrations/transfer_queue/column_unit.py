@@ -1,8 +1,8 @@
-"""A storage unit: a process that owns a folder of columns and serves it over one socket; and the line to it.
+"""A storage unit, which owns a folder of columns and serves it over one socket, and the client's connection to it.
 
-Requests are msgpack of fixed records; the bytes of columns follow as frames of their own, uncopied. Puts that came
-together are kept with one sync and acknowledged after it. Every request may be sent again: a put of the same columns
-replaces itself, the others change nothing the second time.
+Requests are msgpack of fixed records. The bytes of columns follow as separate message parts, without a copy. Puts that
+arrive together are stored with one sync and acknowledged after it. Every request may be repeated: a repeated put
+replaces itself, and the others change nothing the second time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _LOOK_S = 0.25
 MAX_MESSAGE = 2**31 - 1
 _SAVED = re.compile(r"penstock-\d{1,6}-of-\d{1,6}")
 Where = tuple[str, int] | tuple[str, int, bytes, bytes, bytes]
-"""(address, life of the folder): a unit that was killed comes back with another life. Beyond loopback followed by keys:
-the unit's public one, the client's public and secret one. Whoever may ask for the address, over Ray, may connect."""
+"""(address, life): a restarted unit has another life, the number of openings of its folder. Beyond loopback also keys:
+the unit's public key, the client's public and secret key. A process that gets the address over Ray may connect."""
 Row: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -50,13 +50,13 @@ class Clear(msgspec.Struct, frozen=True, tag=True):
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
-    """Write everything into a folder that is not there yet."""
+    """Write everything into a new folder."""
 
     folder: str
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Have what a folder has that was saved, and nothing else."""
+    """Replace everything with what was saved in a folder."""
 
     folder: str
 
@@ -70,7 +70,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
     kind: str
-    """The class of the error in penstock.errors."""
+    """Name of the error's class in penstock.errors."""
     message: str
 
 
@@ -79,9 +79,10 @@ _ANSWERS = msgspec.msgpack.Decoder(Done | Refused)
 
 
 class Unit:
-    """Serves a folder from a thread, until closed; `on_failure` is called when that thread can serve no more.
+    """Serves a folder from a thread until closed. Calls `on_failure` if that thread fails.
 
-    Checkpoints are written to and read from folders below `saves_under`, by default the unit's own folder."""
+    Checkpoints are written to and read from folders below `saves_under`, by default the unit's own folder.
+    """
 
     def __init__(
         self,
@@ -111,8 +112,8 @@ class Unit:
 
     def _run(self, folder: Path, host: str) -> None:
         try:
-            store = ColumnStore(folder, **self._facts)  # in the thread that uses it
-        except BaseException as error:  # noqa: BLE001 - raised where the unit is made
+            store = ColumnStore(folder, **self._facts)  # SQLite connections belong to one thread
+        except BaseException as error:  # noqa: BLE001 - raised in the constructor
             self._failed = error
             self._ready.set()
             return
@@ -144,7 +145,7 @@ class Unit:
         while socket.poll(0):
             peer, *parts = socket.recv_multipart(copy=False)
             if len(parts) < 2:
-                continue  # not one of ours
+                continue  # not a request of ours
             number, header, *frames = parts
             back = [peer.bytes, number.bytes]
             try:
@@ -161,11 +162,11 @@ class Unit:
             try:
                 done, found = _answer(store, request, self._root)
                 socket.send_multipart([*back, msgspec.msgpack.encode(done), *found], copy=False)
-            except Exception as error:  # noqa: BLE001 - the fault of one request, whatever it is, and told to its sender
+            except Exception as error:  # noqa: BLE001 - affects one request; reported to its sender
                 _refuse(socket, back, error)
 
     def _put(self, store: ColumnStore, socket: zmq.Socket[bytes], puts: Sequence[tuple[list[bytes], Block]]) -> None:
-        """All at once; where that is refused, one by one, so that each is told of its own fault."""
+        """Store puts together; if that fails, one by one, so that each sender gets its own error."""
         try:
             if puts:
                 store.put([block for _, block in puts])
@@ -195,7 +196,7 @@ def _answer(store: ColumnStore, request: Get | Clear | Save | Load, root: Path) 
     else:
         folder = _folder(request, root)
         if not (folder / "blocks.sqlite").is_file():
-            raise UnknownKey(f"{folder}: nothing was saved there; what the unit has stays as it is")
+            raise UnknownKey(f"{folder}: nothing was saved there; the unit's data is unchanged")
         source = ColumnStore(folder)
         try:
             store.replace(source.blocks())
@@ -205,13 +206,13 @@ def _answer(store: ColumnStore, request: Get | Clear | Save | Load, root: Path) 
 
 
 def _folder(request: Save | Load, root: Path) -> Path:
-    """The folder of a checkpoint: below `root`, links followed, and of a name that no unit's own folder has."""
+    """Return a checkpoint's folder. It must be below `root`, links resolved, and cannot be a unit's own folder."""
     path = Path(request.folder)
     if not path.is_absolute() or not request.folder.isprintable() or ".." in path.parts:
         raise InvalidInput(f"folder {request.folder[:200]!r}: must be absolute, printable and without ..")
     if not path.resolve().is_relative_to(root.resolve()) or not _SAVED.fullmatch(path.name):
         raise InvalidInput(
-            f"folder {request.folder[:200]!r}: must be called penstock-K-of-N and lie below {root}; set "
+            f"folder {request.folder[:200]!r}: must be named penstock-K-of-N and be below {root}; set "
             "backend.Penstock.checkpoints to the folder of your checkpoints"
         )
     return path
@@ -221,7 +222,7 @@ _Keys: TypeAlias = tuple[()] | tuple[bytes, bytes, bytes]
 
 
 def _secured(context: zmq.Context[Any], socket: zmq.Socket[bytes], host: str) -> tuple[Guard | None, _Keys]:
-    """Keys made for this life of the unit where other hosts can reach it; none on loopback."""
+    """Create keys for a unit that other hosts can reach; none on loopback. They last until it is restarted."""
     if is_loopback(host):
         return None, ()
     (public, secret), (client, client_secret) = zmq.curve_keypair(), zmq.curve_keypair()
@@ -230,13 +231,13 @@ def _secured(context: zmq.Context[Any], socket: zmq.Socket[bytes], host: str) ->
 
 
 def _refuse(socket: zmq.Socket[bytes], back: list[bytes], error: Exception) -> None:
-    logger.warning("refused: %s", error)
+    logger.warning("request rejected: %s", error)
     kind = type(error).__name__ if isinstance(error, PenstockError) else "StorageError"
     socket.send_multipart([*back, msgspec.msgpack.encode(Refused(kind, str(error)))])
 
 
-class Line:
-    """To a unit that `locate` finds; one that was killed is found again and asked again. Used by one thread."""
+class UnitConnection:
+    """A connection to the unit that `locate` finds. Repeats a request if the unit was restarted. For one thread."""
 
     def __init__(self, locate: Callable[[float], Where | None], *, timeout_s: float) -> None:
         self._locate, self._timeout_s = locate, timeout_s
@@ -246,7 +247,7 @@ class Line:
         self._number = 0
 
     def ask(self, request: Request, data: Sequence[Buffer] = ()) -> tuple[tuple[Cells, ...], list[Buffer]]:
-        """The answer: columns and their bytes; raises what the unit raised, or PlaneLost."""
+        """Send a request and return the answer's columns and bytes. Raises the unit's error, or PlaneLost."""
         header = msgspec.msgpack.encode(request)
         deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline:
@@ -270,7 +271,10 @@ class Line:
         return True
 
     def _exchange(self, parts: list[Buffer], deadline: float) -> list[Any] | None:
-        """Send, and wait for the answer to this very request; None where the unit is another one by now."""
+        """Send and wait for the answer. Returns None if the unit was restarted in the meantime.
+
+        Requests are numbered: answers to earlier attempts may still arrive and are skipped.
+        """
         assert self._socket is not None
         self._number += 1
         number = self._number.to_bytes(8, "big")

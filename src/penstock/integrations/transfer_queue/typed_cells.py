@@ -1,7 +1,8 @@
-"""Values of a TensorDict as typed cells, and back: tensors as their bytes, the rest as msgpack, never a pickle.
+"""Convert values of a TensorDict to typed cells and back: tensors as bytes, others as msgpack. Never pickles.
 
-A value that is no tensor may be None, a bool, a number, text, bytes, a list, tuple or dict of such, a tensor or a numpy
-array in any of them. Anything else is an error that names its place: `multi_modal_inputs[3]['image']: a PngImageFile`.
+A value that is not a tensor may be None, a bool, a number, text, bytes, or a list, tuple or dict of them, which may
+also contain tensors and numpy arrays. Anything else is an error that names its position:
+`multi_modal_inputs[3]['image']: a PngImageFile`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from penstock.frames import Buffer
 from penstock.integrations.transfer_queue.column_store import Cells
 
 VALUE = "value"
-"""The kind of a cell that is no tensor."""
+"""The kind of a cell that is not a tensor."""
 _TENSOR, _TUPLE, _ARRAY, _SCALAR, _OBJECTS = range(1, 6)
 _DTYPES = (
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32",
@@ -29,7 +30,7 @@ _MAX_DEPTH = 32
 
 
 def cells_of(name: str, values: Any) -> tuple[Cells, Buffer]:
-    """A column of one value per row: a tensor [rows, ...], or a sequence of values."""
+    """Encode a column with one value per row: a tensor [rows, ...] or a sequence of values."""
     import torch
 
     if isinstance(values, torch.Tensor) and not values.is_nested:
@@ -53,7 +54,7 @@ def cells_of(name: str, values: Any) -> tuple[Cells, Buffer]:
 
 
 def values_of(cells: Cells, data: Buffer, rows: int) -> Any:
-    """What `cells_of` was given, as TransferQueue's own backend gives it back: numbers stacked, tensors nested."""
+    """Decode what `cells_of` encoded, in the form of TransferQueue's own backend: numbers stacked, tensors nested."""
     import torch
     from tensordict.tensorclass import NonTensorStack
 
@@ -74,7 +75,7 @@ def values_of(cells: Cells, data: Buffer, rows: int) -> Any:
 
 
 def _tensors(cells: Cells, data: Buffer, rows: int) -> Any:
-    """Rows of one dtype: one copy of the bytes, and views of it."""
+    """Decode rows of one dtype: copies the bytes once and returns views."""
     import torch
 
     flat = _flat(data, cells.kinds[0])
@@ -89,7 +90,7 @@ def _tensors(cells: Cells, data: Buffer, rows: int) -> Any:
 
 
 def _packed(rows: list[Any]) -> Any:
-    """Rows of different shapes in the first form that holds them."""
+    """Combine rows of different shapes in the first form that can hold them."""
     import torch
     from tensordict.tensorclass import NonTensorStack
 
@@ -116,14 +117,14 @@ def _kind(tensor: Any) -> str:
 def _bytes_of(tensor: Any) -> Buffer:
     import torch
 
-    whole = tensor.detach().cpu().contiguous().reshape(-1)
-    if not whole.numel():
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if not flat.numel():
         return b""
-    return memoryview(whole.view(torch.uint8).numpy())
+    return memoryview(flat.view(torch.uint8).numpy())
 
 
 def _flat(data: Buffer, kind: str) -> Any:
-    """A tensor [n] that owns its bytes."""
+    """Decode a tensor [n] that owns its bytes."""
     import torch
 
     if kind not in _DTYPES:
@@ -140,7 +141,7 @@ def _flat(data: Buffer, kind: str) -> Any:
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """The value in what msgpack has, with marks on what it does not."""
+    """Convert a value to msgpack's types. Other types become extension types (`_mark`)."""
     if value is None or isinstance(value, bool | float | str | bytes):
         return value
     if isinstance(value, int):
@@ -148,7 +149,7 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
             raise InvalidInput(f"{where}: {value}; must fit 64 bits")
         return value
     if depth > _MAX_DEPTH:
-        raise InvalidInput(f"{where}: more than {_MAX_DEPTH} lists or dicts inside one another")
+        raise InvalidInput(f"{where}: nested more than {_MAX_DEPTH} levels deep")
     if isinstance(value, dict):
         return {_key(key, where): _plain(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
     if isinstance(value, list):
@@ -190,7 +191,7 @@ def _value(data: Buffer) -> Any:
         return msgspec.msgpack.decode(data, ext_hook=_unmark)
     except CorruptFrame:
         raise
-    except (msgspec.DecodeError, ValueError, TypeError, RuntimeError) as error:  # of msgpack, numpy or torch
+    except (msgspec.DecodeError, ValueError, TypeError, RuntimeError) as error:  # from msgpack, numpy or torch
         raise CorruptFrame(f"value: {error}") from None
 
 
@@ -210,12 +211,12 @@ def _unmark(code: int, data: memoryview) -> Any:
     if code == _OBJECTS:
         shape, items = content
         objects = np.empty(len(items), object)
-        for i, item in enumerate(items):  # at once, lists of one length would become more dimensions
+        for i, item in enumerate(items):  # np.array(items) would turn lists of equal length into dimensions
             objects[i] = item
         return objects.reshape(shape)
-    raise CorruptFrame(f"value: a mark {code} that nobody makes")
+    raise CorruptFrame(f"value: unknown extension type {code}")
 
 
 def _one(values: Sequence[Any]) -> tuple[Any, ...]:
-    """One value where all are equal."""
+    """Return one value if all are equal."""
     return (values[0],) if values and all(value == values[0] for value in values) else tuple(values)

@@ -1,7 +1,10 @@
-"""Samples as prompt and response, as most trainers keep them, and as trajectories, whose advantages can be made anew.
+"""Convert samples to and from prompt and response, the form of most trainers, and back into trajectories.
 
-The response begins at the first trained token. Columns that others keep along the response are cut there on the way
-out, and get what stands for nothing in front of them on the way in.
+The response begins at the first trained token. Most trainers store columns for the response only: writing cuts the
+prompt's part off, reading puts fill values in front.
+
+    token_ids  p p p r r      their logprobs        x y
+    loss_mask  0 0 0 1 1      our logprobs    0 0 0 x y
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from penstock.errors import InvalidInput
 
 
 def prompt_length(sample: Sample) -> int:
-    """Tokens in front of the first trained one; all of them where none is trained.
+    """Count the tokens before the first trained one; all tokens if none is trained.
 
     >>> prompt_length(Sample(token_ids=[1, 2, 3, 4], loss_mask=[0, 0, 1, 0]))
     2
@@ -26,7 +29,7 @@ def prompt_length(sample: Sample) -> int:
 
 
 def behind_prompt(name: str, values: Any, start: int, count: int, where: str) -> Array:
-    """A column of `count` tokens, of which those from `start` on were given."""
+    """Extend values of the response, which begins at `start`, to a column of `count` tokens."""
     tail = coerce(COLUMNS[name], values, where)
     if len(tail) != count - start:
         raise InvalidInput(f"{where}: {len(tail)} values for a response of {count - start} tokens; give one each")
@@ -34,20 +37,20 @@ def behind_prompt(name: str, values: Any, start: int, count: int, where: str) ->
 
 
 def lists_behind_prompt(lists: Ragged, start: int, count: int, where: str) -> Ragged:
-    """One list per token, of which those from `start` on were given."""
+    """Extend lists of the response, which begins at `start`, to one list per token."""
     if len(lists) != count - start:
         raise InvalidInput(f"{where}: {len(lists)} lists for a response of {count - start} tokens; give one each")
     return Ragged(lists.values, offsets_of([*[0] * start, *lists.lengths.tolist()]))
 
 
 def per_token(sample: Sample, name: str) -> Array | None:
-    """[T] a column along the tokens, also where it was given once; None where the sample lacks it."""
+    """[T] Return a column per token, also if it was given once per sample. None if the sample lacks it."""
     cells = sample.get(name)
     return None if cells is None else np.broadcast_to(cells, sample.num_tokens) if cells.ndim == 0 else cells
 
 
 def one_number(sample: Sample, name: str) -> float | None:
-    """The number that a column has on all trained tokens; None where it is absent or has several."""
+    """Return the number that a column has on all trained tokens; None if it is absent or has several."""
     cells = sample.get(name)
     if cells is None or cells.ndim == 0:
         return None if cells is None else float(cells)
@@ -56,9 +59,9 @@ def one_number(sample: Sample, name: str) -> float | None:
 
 
 def to_trajectory(sample: Sample, **fields: Any) -> Trajectory:
-    """The trajectory of one sample: what is trained was sampled. `fields` are those of `Trajectory`.
+    """Convert a sample back into a trajectory; trained tokens count as sampled. `fields` are those of `Trajectory`.
 
-    For rewards that are scored, or advantages that are computed, anew: see `penstock.convert.make_group`.
+    Use it to score rewards or compute advantages again with `penstock.convert.make_group`.
 
     >>> sample = Sample(token_ids=[1, 2, 3], loss_mask=[0, 1, 1], logprobs=[0, -0.5, -0.25], rewards=1.0, env="math")
     >>> to_trajectory(sample)

@@ -1,7 +1,7 @@
-"""How far trainer and sampler are apart when tokens are sampled with top-p, with sampling masks and without them.
+"""Measure how far trainer and sampler disagree under top-p sampling, with sampling masks and without.
 
-The demo's model samples; its own weights are then asked for the log-probabilities of what it sampled, as a trainer asks
-on the first step. Every difference is the measure's, not the policy's.
+The demo's model samples, and the same weights then compute the log-probabilities of the sampled tokens, as a trainer
+does on the first step. The policy is the same, so every difference comes from how the tokens are normalized.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from penstock.capture import Trajectory
 from penstock.convert import make_group
 from penstock.demo.sampler import sample
 from penstock.demo.tasks import Task, make_task, model_of
-from penstock.demo.worker import said
+from penstock.demo.worker import answer_turn
 from penstock.packing import Step, pack
 from penstock.train import TaskConfig, build_model, forward, kept_of, measure_gap, to_torch, token_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Between the log-probabilities of sampler and trainer, over all sampled tokens."""
+    """Difference between the log-probabilities of sampler and trainer, over all sampled tokens."""
 
     mismatch_kl: float
     """Mean of ratio - 1 - log ratio."""
     largest: float
-    """Of the absolute log ratios."""
+    """Largest absolute log ratio."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Measured:
     top_p: float
     tokens: int
     kept: float
-    """Ids kept per token, on average."""
+    """Mean number of ids kept per token."""
     with_masks: Difference
     without: Difference
 
@@ -71,7 +71,7 @@ def _rollouts(model: Any, task: Task, top_p: float, prompts: int, seed: int) -> 
         top_p=top_p,
     )
     pairs = zip(asked, rollouts, strict=True)
-    trajectories = [Trajectory(turns=[task.turn(prompt), said(rollout)]) for prompt, rollout in pairs]
+    trajectories = [Trajectory(turns=[task.turn(prompt), answer_turn(rollout)]) for prompt, rollout in pairs]
     return list(make_group(trajectories, id="measured", advantage=None).samples)
 
 

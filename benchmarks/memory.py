@@ -1,8 +1,8 @@
-"""The memory of every process of a run, over time: who it is, how much it had at most, and whether that grows.
+"""Measure the memory of every process of a demo run over time: its peak, and whether it grows.
 
-Resident memory is read from /proc, for the command and all that descends from it. A process is known by the log file
-that its standard error goes to. Growth is the slope of a line through the last two thirds of the training time: by
-then everything has been imported and every buffer has been used once.
+Resident memory is read from /proc, for the command and its descendants. A process is identified by the log file that
+its standard error goes to. Growth is the slope of a line through the last two thirds of the training time: by then
+everything is imported and every buffer has been used once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.demo.launch import Metrics
+from penstock.demo.run_files import Metrics
 from penstock.errors import PenstockError
 
 _LOOK_S = 0.5
@@ -26,12 +26,12 @@ _LOOK_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """What came of one process, or of several that had its role one after the other."""
+    """The result for one role; processes that replaced one another count as one."""
 
     role: str
-    """launcher, nursery, plane, rank-0, worker-0, ..."""
+    """launcher, forkserver, plane, rank-0, worker-0, ..."""
     peak_mb: float
-    """The largest resident set, shared pages included: forked processes share most of theirs."""
+    """The largest resident set, with shared pages: forked processes share most of theirs."""
     slope_mb_per_min: float
     per_100_steps_mb: float
     """The same growth, per hundred optimizer steps."""
@@ -39,7 +39,7 @@ class Trend:
 
 @dataclass(slots=True)
 class Series:
-    """What was seen of one role."""
+    """Measurements of one role."""
 
     times: list[float] = field(default_factory=list)
     rss_mb: list[float] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Measured:
     series: dict[str, Series]
     """By role, in the order they appeared."""
     began: float
-    """When the first step was trained, in seconds from the start; times of the series count from there too."""
+    """When the first step was trained, in seconds from the start. Times of the series have the same origin."""
     ended: float
     steps: int
 
@@ -70,7 +70,7 @@ class Measured:
 
 
 def slope(times: list[float], rss_mb: list[float], began: float, ended: float) -> float:
-    """MB per minute of a line through what was seen in the last two thirds; 0 where that is too little.
+    """Fit a line through the last two thirds, in MB per minute. Returns 0 for fewer than two points.
 
     >>> round(slope([0, 30, 60, 90], [10, 50, 51, 52], 0, 90), 3)
     2.0
@@ -82,13 +82,16 @@ def slope(times: list[float], rss_mb: list[float], began: float, ended: float) -
     return float(np.polyfit(at[late] / 60, np.asarray(rss_mb, np.float64)[late], 1)[0])
 
 
-def measure(steps: int, *, words: tuple[str, ...] = (), progress: Callable[[int], None] | None = None) -> Measured:
-    """Run `penstock demo --steps N` in a temporary folder, and watch it; `words` are more arguments for it."""
+def measure(steps: int, *, arguments: tuple[str, ...] = (), progress: Callable[[int], None] | None = None) -> Measured:
+    """Run `penstock demo --steps N`, with more `arguments`, in a temporary folder and watch its processes."""
     with tempfile.TemporaryDirectory(prefix="penstock-memory-") as temporary:
         folder = Path(temporary) / "run"
         command = [sys.executable, "-m", "penstock.cli", "demo", "--json", "--steps", str(steps)]
-        with subprocess.Popen(  # noqa: S603 - our own command
-            [*command, "--folder", str(folder), *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        with subprocess.Popen(
+            [*command, "--folder", str(folder), *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         ) as process:
             measured = _watch(process, folder, progress or (lambda _: None))
             assert process.stderr is not None
@@ -106,7 +109,7 @@ def _watch(process: subprocess.Popen[str], folder: Path, progress: Callable[[int
         time.sleep(_LOOK_S)
         now = time.monotonic() - start
         for pid in _tree(process.pid):
-            _look(pid, now, folder, series)
+            _look(pid, process.pid, now, folder, series)
         done = len(metrics.read())
         if done > steps:
             began, ended, steps = began or now, now, done
@@ -115,33 +118,35 @@ def _watch(process: subprocess.Popen[str], folder: Path, progress: Callable[[int
 
 
 def _tree(root: int) -> Iterator[int]:
-    """A process and all that descend from it."""
+    """Yield a process and its descendants."""
     yield root
     try:
         for task in Path(f"/proc/{root}/task").iterdir():
             for child in (task / "children").read_text().split():
                 yield from _tree(int(child))
     except OSError:
-        return  # it has ended meanwhile
+        return  # it has ended in the meantime
 
 
-def _look(pid: int, now: float, folder: Path, series: dict[str, Series]) -> None:
+def _look(pid: int, root: int, now: float, folder: Path, series: dict[str, Series]) -> None:
     try:
         log = Path(f"/proc/{pid}/fd/2").readlink()
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return
     found = dict(line.partition(":")[::2] for line in lines)
-    if "VmRSS" not in found:  # it only waits to be reaped
+    if "VmRSS" not in found:  # a zombie
         return
-    one = series.setdefault(log.stem if log.parent == folder / "logs" else "launcher", Series())
+    if log.parent != folder / "logs" and pid != root:
+        return  # multiprocessing's resource tracker
+    one = series.setdefault("launcher" if pid == root else log.stem, Series())
     one.times.append(now)
     one.rss_mb.append(int(found["VmRSS"].split()[0]) / 1024)
     one.peak_mb = max(one.peak_mb, int(found["VmHWM"].split()[0]) / 1024)
 
 
 def plot(measured: Measured, path: Path) -> None:
-    """Draw the resident memory of every process; the format is that of the file's name."""
+    """Draw the resident memory of every process. The file's ending selects the format."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")

@@ -1,4 +1,4 @@
-"""What does not survive a conversion, counted by name: fields nobody reads, columns the target has no place for."""
+"""Count what a conversion loses, by name: input fields without a column, columns the target cannot hold."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from penstock.arrays import COLUMNS, Sample
 
-_FACTS = tuple(name for name, column in COLUMNS.items() if column.per == "sample" and name != "id")
+_OF_SAMPLE = tuple(name for name, column in COLUMNS.items() if column.per == "sample" and name != "id")
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The counts of one conversion; readers and writers add to them as they go.
+    """The losses of one conversion. Readers and writers add to them.
 
     >>> lost = Lost()
     >>> lost.fields({"tokens": [1], "label": "4", "metadata": {}}, known=("tokens",))
@@ -24,34 +24,34 @@ class Lost:
     """
 
     unread: Counter[str] = field(default_factory=Counter)
-    """Fields of the input that a sample has no place for: in how many records."""
+    """Input fields that a sample cannot hold: name -> number of records."""
     unwritten: Counter[str] = field(default_factory=Counter)
-    """Columns and facts of samples that the target has no place for: of how many samples."""
+    """Columns and other fields of samples that the target cannot hold: name -> number of samples."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Samples that the target cannot hold at all, by reason."""
+    """Samples that the target cannot hold at all: reason -> number."""
 
     def __bool__(self) -> bool:
         return bool(self.unread or self.unwritten or self.left_out)
 
     def fields(self, record: Any, known: Iterable[str]) -> None:
-        """Count the fields of a mapping that were not read; empty ones say nothing and are not missed."""
+        """Count the fields of a record that were not read. Empty fields are no loss."""
         taken = set(known)
-        self.unread.update(name for name, value in record.items() if name not in taken and _says_something(value))
+        self.unread.update(name for name, value in record.items() if name not in taken and _is_filled(value))
 
     def keeps(self, sample: Sample, *, needs: Iterable[str] = ()) -> bool:
-        """Whether a target without images can hold a sample that it needs these columns of; counted where not.
+        """Check whether a target without images, which needs certain columns, can hold a sample. Counts it if not.
 
-        A sample whose images are missing would be trained as if its placeholders were text.
+        A sample without its images would be trained as if its placeholders were text.
         """
         reason = "images" if sample.images else next((f"no {name}" for name in needs if name not in sample), None)
         self.left_out.update([reason] if reason else [])
         return reason is None
 
     def columns(self, sample: Sample, held: Iterable[str]) -> None:
-        """Count what this sample has and the target does not hold, ids aside: those every reader can make."""
+        """Count what the sample has and the target does not hold. Ids are not counted: every reader can make them."""
         taken = set(held)
-        facts = (name for name in (*_FACTS, "images") if name not in taken and _is_given(sample, name))
-        self.unwritten.update([*facts, *(name for name in sample.columns if name not in taken)])
+        others = (name for name in (*_OF_SAMPLE, "images") if name not in taken and _is_given(sample, name))
+        self.unwritten.update([*others, *(name for name in sample.columns if name not in taken)])
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         return {
@@ -62,13 +62,13 @@ class Lost:
 
 
 def _is_given(sample: Sample, name: str) -> bool:
-    """Whether a fact says something: not what it is when nobody gives it."""
+    """Check whether a field has another value than its default."""
     value = getattr(sample, name)
     return value not in (None, (), "") and (name, value) != ("mode", COLUMNS["mode"].fill)
 
 
-def _says_something(value: Any) -> bool:
-    """Whether a field holds more than its absence would."""
+def _is_filled(value: Any) -> bool:
+    """Check whether a field holds anything."""
     if value is None:
         return False
     return bool(value) if isinstance(value, str | list | tuple | dict) else True

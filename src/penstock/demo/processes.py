@@ -1,0 +1,197 @@
+"""The processes of a run: one plane, rollout workers and trainer ranks, all forked from one fork server.
+
+Importing torch and transformers costs ten seconds of CPU. The fork server of `multiprocessing` pays that once, before
+it has any thread, and every process forked from it shares the imported pages. A killed process is replaced in
+milliseconds.
+
+Nothing outlives the launcher: each process ends when the launcher or the fork server does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import NoReturn
+
+from penstock.assets import worker_environment
+from penstock.demo.run_files import last_lines
+from penstock.errors import Closed, ConfigError, Fenced, PeerError
+from penstock.server import die_with_parent
+from penstock.train import ModelConfig, TrainConfig, load
+
+ABORTED = 3
+"""Exit code of a rank that stopped because another process failed: restart all ranks."""
+REFUSED = 4
+"""Exit code of a process that rejects its settings: a restart would end the same way."""
+_CONTEXT = multiprocessing.get_context("forkserver")
+_PRELOAD = "penstock.demo.preload"
+_STEADY = {"TORCH_FR_BUFFER_SIZE": "64"}
+"""Torch records its last 2,000 collectives. Those small long-lived objects between short-lived tensors fragment the
+heap: with the full record ranks grew by about 3 MB per 100 steps over their first 500, with 64 entries by 0.3."""
+_MAX_SOCKET_PATH = 100
+"""A Unix socket's path may have 107 characters; ZeroMQ needs a few of them."""
+
+
+def address(config: TrainConfig) -> str:
+    """Return the plane's address for this run: a socket in its folder, or in /tmp if that path is too long."""
+    if config.plane:
+        return config.plane
+    path = Path(config.folder).resolve() / "plane.sock"
+    if len(str(path)) > _MAX_SOCKET_PATH:
+        path = Path(tempfile.gettempdir()) / f"penstock-{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.sock"
+    return f"ipc://{path}"
+
+
+# ------------------------------------------------------------------ in the launcher
+
+
+def start_fork_server(config: TrainConfig) -> None:
+    """Start the fork server, which begins to import. Does nothing if this process already has one."""
+    _CONTEXT.set_forkserver_preload([_PRELOAD, *_modules_of(config.model)])
+    with _inherited({**_STEADY, **worker_environment(os.environ)}, _server_log(Path(config.folder))):
+        forkserver.ensure_running()
+
+
+@contextmanager
+def _inherited(environment: dict[str, str], log: Path) -> Iterator[None]:
+    """Change what a process started in this block inherits: `multiprocessing` has no arguments for that.
+
+    Limits on threads must be in the environment before torch is loaded, and warnings of imports must not reach the
+    terminal, where the screen is drawn.
+    """
+    before, output, error = dict(os.environ), os.dup(1), os.dup(2)
+    with log.open("ab") as file:
+        try:
+            os.environ.update(environment)
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            yield
+        finally:
+            os.dup2(output, 1)
+            os.dup2(error, 2)
+            os.close(output)
+            os.close(error)
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def _server_log(folder: Path) -> Path:
+    return folder / "logs" / "forkserver.log"
+
+
+def _modules_of(model: ModelConfig) -> list[str]:
+    """Name the transformers module of a model. The fork server ignores a module that does not exist."""
+    family = model.family
+    if model.path:
+        family = json.loads((Path(model.path) / "config.json").read_text()).get("model_type", "")
+    return [f"transformers.models.{family}.modeling_{family}", "transformers.models.auto.modeling_auto"]
+
+
+def start(name: str, folder: Path, environment: dict[str, str]) -> ForkServerProcess:
+    """Start "plane", "rank-N" or "worker-N" of the run in a folder. Waits until the fork server has imported."""
+    process = _CONTEXT.Process(target=_main, args=(name, folder, environment), name=name, daemon=True)
+    try:
+        process.start()
+    except EOFError:
+        raise Closed(f"{name}: the fork server ended: {last_lines(_server_log(folder))}") from None
+    return process
+
+
+# ------------------------------------------------------------------ in the process
+
+
+def _main(name: str, folder: Path, environment: dict[str, str]) -> NoReturn:
+    """Redirect output to the process's log, run its role and exit with its code."""
+    code = 1
+    try:
+        log = os.open(folder / "logs" / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher, which stops us in order
+        os.environ.update(environment)
+        die_with_parent(os.getppid(), signal.SIGKILL)  # the fork server
+        threading.Thread(target=_end_with_launcher, name="launcher-watch", daemon=True).start()
+        code = _run(name, folder)
+    except BaseException:  # noqa: BLE001 - any failure belongs into the log, and the process must end here
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # without exit handlers: a rank whose peer died could wait in them forever
+
+
+def _end_with_launcher() -> None:
+    """Exit when the launcher is gone, even after SIGKILL: forked processes keep the fork server alive otherwise."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    os._exit(1)
+
+
+def _run(name: str, folder: Path) -> int:
+    os.umask(0o077)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s", force=True)
+    role, _, index = name.partition("-")
+    try:
+        config = load(folder / "config.toml")
+        if role == "plane":
+            _run_plane(config)
+        elif role == "worker":
+            _run_worker(config, int(index))
+        else:
+            _run_rank(config, int(index))
+    except (PeerError, Fenced) as error:
+        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        return ABORTED
+    except ConfigError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return REFUSED
+    return 0
+
+
+def _run_plane(config: TrainConfig) -> None:
+    """Serve until SIGTERM: the run's own processes at `address`, others at `config.listen`."""
+    from penstock.client import plane_transport
+    from penstock.plane import PlaneLoop, open_log
+
+    urls = [address(config), *config.listen]
+    # Before the socket is removed: this fails if another plane uses the folder, and the socket is that plane's.
+    log = open_log(Path(config.folder) / "plane", config)
+    Path(urls[0].partition("ipc://")[2]).unlink(missing_ok=True)
+    transports = [plane_transport(url, config.keys, max_message=config.max_message_bytes) for url in urls]
+    server = PlaneLoop(config, log, transports)
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    server.run()
+
+
+def _run_worker(config: TrainConfig, index: int) -> None:
+    from penstock.demo.worker import work
+
+    work(config, address(config), index)
+
+
+def _run_rank(config: TrainConfig, index: int) -> None:
+    from penstock.train import train
+    from penstock.view import TokenExporter
+
+    exporter = None
+    if config.export_every:
+        # The rendezvous port is new at each start of the ranks and the same for all of them.
+        attempt = os.environ.get("MASTER_PORT", "")
+        exporter = TokenExporter(
+            config.folder, rank=index, world=config.ranks, every=config.export_every, attempt=attempt
+        )
+    train(config, rank=index, url=address(config), observer=exporter)

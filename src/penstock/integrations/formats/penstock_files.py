@@ -1,0 +1,107 @@
+"""Read Penstock's own runs and token exports as samples, for `penstock convert`.
+
+a run's folder      every group that the plane still has, in order of arrival, as it was put: waiting, trained,
+                    dropped, quarantined and evaluation groups; also while the plane is running
+a token export      the samples that were trained, from JSON lines or Parquet written by `TokenExporter`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.arrays import TOKEN_COLUMNS, Cells, ImageSpan, Ragged, Sample
+from penstock.errors import InvalidInput, PenstockError
+from penstock.frames import decode
+from penstock.integrations.formats.file_or_stream import Place
+from penstock.integrations.formats.lost import Lost
+from penstock.log import is_run
+from penstock.runs import kept_groups, read_stored
+from penstock.view import OF_SAMPLE, TABLE, Record, Skipped, read_file
+
+_OF_BATCH = {column.name: column.attribute for column in TABLE if column.source == "batch"}
+_DERIVED = ("position_ids",)
+
+
+# ------------------------------------------------------------------ runs
+
+
+def plane_folder_in(folder: Path) -> Path | None:
+    """Return the plane's folder of a run: the folder itself or `plane` in it. None if there is no run."""
+    return next((path for path in (folder, folder / "plane") if is_run(path)), None)
+
+
+def read_run_groups(place: Place, lost: Lost) -> Iterator[Sample]:
+    """Yield the samples of every group that the run still has. Counts groups freed during the read."""
+    folder = plane_folder_in(place.path)
+    if folder is None:
+        raise InvalidInput(f"{place.name}: not a run; give the folder that a plane was opened on")
+    for group, location in kept_groups(folder):
+        try:
+            samples = decode(read_stored(folder, location))
+        except PenstockError as error:
+            # Either the frame is damaged, or a running plane has freed it since it was listed. Ask the log again.
+            if (group, location) in kept_groups(folder):
+                raise InvalidInput(f"{place.name} group {group!r}: {error}") from None
+            lost.unread["group that was freed during the read"] += 1
+            continue
+        yield from samples
+
+
+# ------------------------------------------------------------------ token exports
+
+
+def read_export(place: Place, lost: Lost) -> Iterator[Sample]:
+    """Yield the samples of one rank's file of one step. A line that is not a record ends the conversion.
+
+    The trainer's own columns (`trainer_logprobs`, `entropy`, ...) have no place in a sample and are counted.
+    """
+    skipped = Skipped()
+    for number, record in enumerate(read_file(place.path, skipped)):
+        _check(skipped)
+        try:
+            yield _sample(record, lost)
+        except (InvalidInput, TypeError, msgspec.ValidationError) as error:
+            raise InvalidInput(f"{place.name} record {number}: {error}") from None
+    _check(skipped)
+
+
+def _check(skipped: Skipped) -> None:
+    if skipped.lines:
+        raise InvalidInput(f"{skipped.reasons[0]}; not a record of a token export; remove the line or export again")
+
+
+def _sample(record: Record, lost: Lost) -> Sample:
+    own = record.own
+    taken = {**_OF_BATCH, **{name: name for name in own}}
+    lost.unread.update(name for name in record.columns if name not in taken)
+    columns = {
+        taken[name]: _once(taken[name], cells)
+        for name, cells in record.columns.items()
+        if name in taken and name not in _DERIVED
+    }
+    facts = {column.name: record.facts.get(name) for name, column in OF_SAMPLE.items()}
+    given: dict[str, Any] = {name: value for name, value in facts.items() if value not in (None, "")}
+    images = [_span(image) for image in record.facts.get("images") or ()]
+    return Sample(
+        **given, images=images, columns={name: columns.pop(name) for name in own if name in columns}, **columns
+    )
+
+
+def _span(image: dict[str, Any]) -> ImageSpan:
+    if "grid" not in image:
+        raise InvalidInput("an image without grid and merge, exported by an earlier version; export it again")
+    return msgspec.convert([image.get(name) for name in ImageSpan.__struct_fields__], ImageSpan)
+
+
+def _once(name: str, cells: Cells) -> Cells:
+    """Return one number for a column that allows it and has the same value on every token."""
+    column = TOKEN_COLUMNS.get(name)
+    if column is None or column.per != "either" or isinstance(cells, Ragged) or len(cells) == 0:
+        return cells
+    bits = cells.view(np.uint32)  # compares bits, so that NaN equals itself
+    return cells[0].reshape(()) if bool((bits == bits[0]).all()) else cells
