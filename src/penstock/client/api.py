@@ -29,7 +29,6 @@ from penstock.transport import ClientKeys, SocketClient
 if TYPE_CHECKING:
     from penstock.client.plane_keywords import PlaneKeywords
     from penstock.client.source import Source
-    from penstock.client.source_settings import SourceSettings
     from penstock.transport import Address, ClientTransport
 
 REMOTE = ("tcp://", "ipc://", "file://")
@@ -141,6 +140,7 @@ def connect(
     committed.
     """
     from penstock.client.source import Source
+    from penstock.client.source_settings import SourceSettings
 
     is_ray, transport = url.startswith(_RAY), client_transport(url, keys)
     settings = SourceSettings(
