@@ -9,9 +9,9 @@ import penstock as ps
 from penstock.frames import encode
 from penstock.log import SqliteLog
 from penstock.packing import Packing
+from penstock.plane.settings import PlaneSettings, Target
 from penstock.protocol.steps import Staged
 from penstock.protocol.timeouts import Timeouts
-from penstock.plane.settings import PlaneSettings, Target
 from tests.support.engines import DirectEngine
 from tests.support.groups import named_group
 from tests.support.pace import pace, stretched

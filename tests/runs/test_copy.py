@@ -14,18 +14,18 @@ import pytest
 
 import penstock as ps
 from penstock.cli import main
-from penstock.frames import encode
 from penstock.errors import Conflict, InvalidInput, StepAborted
+from penstock.frames import encode
 from penstock.log import SqliteLog
 from penstock.runs.read_log import kept_groups, read_run, read_stored
 from penstock.runs.recorded_run import RecordedRun
-from penstock.runs.run_copy import RunCopy
 from penstock.runs.rerunning import rerun
+from penstock.runs.run_copy import RunCopy
 from penstock.storage import FolderStorage, read_marker
+from tests.runs.conftest import SETTINGS, end, open_engine, put, put_to, step, train
 from tests.support.engines import damage_frame
 from tests.support.groups import named_group
 from tests.support.pace import pace
-from tests.runs.conftest import SETTINGS, end, open_engine, put, put_to, step, train
 
 
 def names_in(folder: Path) -> list[str]:

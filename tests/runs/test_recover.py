@@ -20,17 +20,17 @@ import xxhash
 
 import penstock as ps
 from penstock.cli import main
+from penstock.errors import CorruptFile, InvalidInput, PenstockError
 from penstock.frames import decode, encode
 from penstock.frames.layout import MAGIC
-from penstock.errors import CorruptFile, InvalidInput, PenstockError
 from penstock.log import State
 from penstock.plane.settings import PlaneSettings, Replay, Target
 from penstock.storage import FolderStorage, parse_location, read_marker
 from penstock.storage.interface import new_segment_name
 from penstock.storage.scan import MAX_FRONT_BYTES, find_frames, reading_file
+from tests.storage.test_operator_mistakes import SETTINGS, close, kill, opened, put, run_with
 from tests.support.engines import DirectEngine
 from tests.support.groups import named_group
-from tests.storage.test_operator_mistakes import SETTINGS, close, kill, opened, put, run_with
 
 ONE = PlaneSettings(packing=SETTINGS.packing, target=Target(groups=1), disk_reserve_bytes=8 << 20)
 

@@ -14,17 +14,17 @@ import xxhash
 
 import penstock as ps
 from penstock.cli import main
-from penstock.frames import encode
-from penstock.errors import CorruptFile, InvalidInput
-from penstock.replay import Fifo, Prioritized, Uniform
 from penstock.client.feeding import feed
+from penstock.errors import CorruptFile, InvalidInput
+from penstock.frames import encode
+from penstock.plane.settings import Replay
+from penstock.replay import Fifo, Prioritized, Uniform
 from penstock.runs.recorded_run import RecordedRun
 from penstock.runs.rerunning import rerun
-from penstock.plane.settings import Replay
 from penstock.storage import Gone
+from tests.runs.conftest import SETTINGS, end, open_engine, put, put_to, step, train
 from tests.support.engines import DirectEngine, damage_frame
 from tests.support.groups import named_group
-from tests.runs.conftest import SETTINGS, end, open_engine, put, put_to, step, train
 
 
 def random_life(engine: DirectEngine, seed: int) -> None:

@@ -11,13 +11,13 @@ import pytest
 
 import penstock as ps
 from penstock.cli import main
-from penstock.frames import encode
 from penstock.errors import DiskFull
+from penstock.frames import encode
 from penstock.log import SqliteLog
 from penstock.plane.manifest import read_manifest
 from penstock.runs.read_log import kept_groups, read_stored
-from tests.support.groups import named_group
 from tests.runs.conftest import SETTINGS, put, train
+from tests.support.groups import named_group
 
 KEEP: dict[str, Any] = SETTINGS | {"retain_steps": 0, "retain_eval_bytes": 4096, "snapshot_every": 1}
 

@@ -15,10 +15,10 @@ from penstock.frames import encode
 from penstock.log import State
 from penstock.plane.settings import PlaneSettings
 from penstock.storage import FolderStorage, parse_location
+from tests.runs.test_recover import files_in, train_one
+from tests.storage.test_operator_mistakes import SETTINGS, close, kill, opened, put, run_with
 from tests.support.engines import damage_frame
 from tests.support.groups import named_group
-from tests.storage.test_operator_mistakes import SETTINGS, close, kill, opened, put, run_with
-from tests.runs.test_recover import files_in, train_one
 
 
 def check(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str, code: int = 0) -> dict[str, Any]:

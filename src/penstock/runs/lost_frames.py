@@ -7,13 +7,10 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from penstock.frames import Limits, read_head
 from penstock.errors import InvalidInput, PenstockError
-from penstock.frames import GroupMetadata, check_group
+from penstock.frames import UNCUT, GroupMetadata, Limits, check_group, read_head
 from penstock.plane import MAX_ID
-from penstock.frames import UNCUT
-from penstock.storage import Part, Range
-from penstock.storage import Piece, find_frames, read_at
+from penstock.storage import Part, Piece, Range, find_frames, read_at
 
 LIMITS = Limits(max_samples=1 << 16, max_tokens=1 << 26, max_bytes=2 << 30)
 """What one group may unfold to."""

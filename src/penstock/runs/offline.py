@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.errors import Conflict, UnknownKey
-from penstock.log import State, open_existing
-from penstock.log import DropGroup, ReleaseGroup
+from penstock.log import DropGroup, ReleaseGroup, State, open_existing
 
 
 def settle_offline(folder: Path, group: str, *, drop: bool) -> None:

@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.frames import Buffer
 from penstock.errors import CorruptFile, InvalidInput
-from penstock.log import FORMAT, LogReader, State, is_run, reading
-from penstock.log import Advance, Discard, Shorten, read_record
-from penstock.log import LOG
-from penstock.plane import Ledger
+from penstock.frames import Buffer
+from penstock.log import FORMAT, LOG, Advance, Discard, LogReader, Shorten, State, is_run, read_record, reading
+from penstock.plane import Ledger, read_manifest
 from penstock.protocol import OVER_LENGTH
-from penstock.plane import read_manifest
 from penstock.storage import KeptStorage, open_storage
 
 _ALL = 1 << 62

@@ -15,11 +15,9 @@ import msgspec
 import xxhash
 
 from penstock.errors import CorruptFile, InvalidInput
-from penstock.log import FORMAT, LogReader, State, is_run, reading
-from penstock.log import LOG
-from penstock.plane import read_manifest
+from penstock.log import FORMAT, LOG, LogReader, State, is_run, reading
+from penstock.plane import SETTINGS, read_manifest
 from penstock.runs.read_log import storage_of_run
-from penstock.plane import SETTINGS
 from penstock.storage import Gone, KeptStorage
 
 _KINDS: msgspec.msgpack.Decoder[tuple[tuple[str, str], ...]] = msgspec.msgpack.Decoder(tuple[tuple[str, str], ...])

@@ -19,16 +19,26 @@ import msgspec
 from penstock.atomic import rename, sync
 from penstock.errors import Conflict, CorruptFile
 from penstock.frames import GroupMetadata
-from penstock.log import GroupRow, Log, SegmentRow, SqliteLog, open_existing
-from penstock.log import Advance, Lose, Quarantine
-from penstock.log import carry_over, copy_log, set_identity
-from penstock.log import LOG, typed_errors
+from penstock.log import (
+    LOG,
+    Advance,
+    GroupRow,
+    Log,
+    Lose,
+    Quarantine,
+    SegmentRow,
+    SqliteLog,
+    Witness,
+    carry_over,
+    copy_log,
+    open_existing,
+    set_identity,
+    typed_errors,
+)
 from penstock.log import NAME as WITNESS
-from penstock.log import Witness
-from penstock.runs.lost_frames import LostFrame, Progress, metadata_of_frame, frames_of, no_progress
-from penstock.plane import Manifest
+from penstock.plane import OWN, Manifest
+from penstock.runs.lost_frames import LostFrame, Progress, frames_of, metadata_of_frame, no_progress
 from penstock.runs.recovery import ASIDE, BUILDING, Plan
-from penstock.plane import OWN
 from penstock.storage import (
     Custody,
     KeptStorage,
@@ -36,10 +46,10 @@ from penstock.storage import (
     Writer,
     address_of,
     check_log,
+    new_segment_name,
     open_storage,
     parse_location,
 )
-from penstock.storage import new_segment_name
 
 As = Literal["held", "quarantined", "dropped"]
 WRITER = "recovered"

@@ -16,19 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.frames import MAGIC
 from penstock.errors import Conflict, InvalidInput
-from penstock.log import State, fork, is_run
-from penstock.log import LOG
-from penstock.log import own
+from penstock.frames import MAGIC
+from penstock.log import LOG, State, fork, is_run, own
 from penstock.runs.lost_frames import Progress, Source, Survey, no_progress, survey
 from penstock.runs.storage_check import sources_of
 from penstock.runs.stored_run import LogView, StoredRun, find_damage, look_at, refuse_old
-from penstock.storage import FolderStorage, Gone, KeptStorage, open_storage
-from penstock.storage import file_part
-from penstock.storage import Part
-from penstock.storage import is_object_url
-from penstock.storage import holds_data
+from penstock.storage import FolderStorage, Gone, KeptStorage, Part, file_part, holds_data, is_object_url, open_storage
 
 BUILDING = "recover.building"
 ASIDE = "before-recover"

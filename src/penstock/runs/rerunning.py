@@ -16,18 +16,23 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from penstock.config import build
-from penstock.config import without_removed
+from penstock.config import build, without_removed
 from penstock.errors import CorruptFile, InvalidInput, PenstockError
 from penstock.frames import GroupMetadata
-from penstock.log import GroupRow, SqliteLog
-from penstock.log import DropGroup, Lose, Quarantine, Record, ReleaseGroup, Report, Shorten, read_record
-from penstock.plane import Engine
-from penstock.plane import Dropped, Incoming, Intake, Refused
-from penstock.plane import storage_of
+from penstock.log import (
+    DropGroup,
+    GroupRow,
+    Lose,
+    Quarantine,
+    Record,
+    ReleaseGroup,
+    Report,
+    Shorten,
+    SqliteLog,
+    read_record,
+)
+from penstock.plane import Dropped, Engine, Incoming, Intake, PlaneSettings, Refused, StepBuilder, storage_of
 from penstock.runs.recorded_run import GroupEntry, RecordedRun, RecordEntry, StepEntry
-from penstock.plane import StepBuilder
-from penstock.plane import PlaneSettings
 from penstock.storage import Gone
 
 

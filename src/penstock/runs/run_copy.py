@@ -28,17 +28,34 @@ from typing import Self
 import xxhash
 
 from penstock.atomic import sync
-from penstock.frames import Buffer
 from penstock.errors import Conflict, InvalidInput, PenstockError, StorageError
-from penstock.log import LogReader, fork, is_run, reading
-from penstock.log import url_of
-from penstock.log import copy_log, sign_copy
-from penstock.log import LOG, reading_sqlite, typed_errors
-from penstock.log import own
-from penstock.log import Witness, read_witness
+from penstock.frames import Buffer
+from penstock.log import (
+    LOG,
+    LogReader,
+    Witness,
+    copy_log,
+    fork,
+    is_run,
+    own,
+    read_witness,
+    reading,
+    reading_sqlite,
+    sign_copy,
+    typed_errors,
+    url_of,
+)
 from penstock.runs.read_log import storage_of_run
-from penstock.storage import FolderStorage, Gone, Location, Marker, parse_location, read_each, read_marker
-from penstock.storage import is_segment_name
+from penstock.storage import (
+    FolderStorage,
+    Gone,
+    Location,
+    Marker,
+    is_segment_name,
+    parse_location,
+    read_each,
+    read_marker,
+)
 
 _ROUNDS = 20
 """Logs that are read for one copy before it is given up: frames are freed faster than they can be copied."""

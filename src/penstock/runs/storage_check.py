@@ -13,15 +13,12 @@ from typing import Any
 import xxhash
 
 from penstock.arrays import sample_digests
-from penstock.frames import Buffer
-from penstock.frames import describe
 from penstock.errors import CorruptFrame, PenstockError
-from penstock.frames import GroupMetadata
+from penstock.frames import Buffer, GroupMetadata, describe
 from penstock.log import State, reading
 from penstock.runs.lost_frames import LIMITS, Progress, Source, Survey, Unusable, no_progress, survey
 from penstock.runs.stored_run import KnownGroup, LogView, StoredRun, find_damage, look_at, refuse_old
-from penstock.storage import Away, Gone, KeptStorage, Location, read_each
-from penstock.storage import Part
+from penstock.storage import Away, Gone, KeptStorage, Location, Part, read_each
 
 _BATCH = 256
 """Groups whose metadata is read at a time: a long transaction would keep a plane's write-ahead log from shrinking."""

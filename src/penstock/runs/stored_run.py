@@ -10,12 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.errors import CorruptFile, InvalidInput
-from penstock.log import FORMAT, LogReader, State, is_run, reading
-from penstock.log import Advance, EvictRun, Weigh
-from penstock.log import url_of
-from penstock.log import Seen, read_witness
-from penstock.storage import KeptStorage, Location, Marker, open_storage, parse_location, read_marker
-from penstock.storage import Range, is_segment_name
+from penstock.log import FORMAT, Advance, EvictRun, LogReader, Seen, State, Weigh, is_run, read_witness, reading, url_of
+from penstock.storage import (
+    KeptStorage,
+    Location,
+    Marker,
+    Range,
+    is_segment_name,
+    open_storage,
+    parse_location,
+    read_marker,
+)
 
 
 @dataclass(frozen=True, slots=True)
