@@ -10,9 +10,9 @@ import pytest
 
 from penstock.errors import InvalidInput
 from penstock.packing.denominators import Denominators
-from penstock.train.boundaries import checked_lengths
 from penstock.train.materialize import mask_segments
 from penstock.train.mrope import mrope_positions
+from penstock.train.tensors import checked_lengths
 
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)

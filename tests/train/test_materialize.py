@@ -19,8 +19,7 @@ from penstock.assets.decode import decode_rgb
 from penstock.assets.urls import path_of
 from penstock.errors import AssetError, ConfigError, CorruptAsset, IncompatibleAsset, InvalidInput, MissingAsset
 from penstock.testing.reference_images import draw_screenshot, reference_patches
-from penstock.train.image_policies import Fail, MaskSample
-from penstock.train.materialize import Materializer, check_image_tokens, mask_segments, sum_metrics
+from penstock.train.materialize import Fail, MaskSample, Materializer, check_image_tokens, mask_segments, sum_metrics
 
 LAYOUT = Layout(
     family="small", patch=4, min_pixels=16 * 16, max_pixels=96 * 96, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2)

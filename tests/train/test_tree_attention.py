@@ -15,9 +15,8 @@ from penstock.errors import ConfigError, InvalidInput
 from penstock.packing.forest import Forest, grow
 from penstock.train import tree_attention as fast
 from penstock.train.attention import packed_attention
-from penstock.train.model import build_model
+from penstock.train.model import build_model, check_trees
 from penstock.train.run_config import ModelConfig
-from penstock.train.tree_check import check_trees
 from tests.train.test_attention import FAMILIES, TINY
 
 

@@ -24,9 +24,8 @@ except ImportError as error:
     raise missing("penstock.train.attention", error) from None
 
 from penstock.errors import ConfigError, InvalidInput
-from penstock.train.boundaries import checked_lengths
-from penstock.train.buckets import Bucket, buckets_at
-from penstock.train.tree_attention import Tree, tree_attention
+from penstock.train.tensors import checked_lengths
+from penstock.train.tree_attention import Bucket, Tree, buckets_at, tree_attention
 
 NAME = "penstock_packed"
 _WITHOUT_MASKS: ContextVar[bool] = ContextVar("penstock_without_masks", default=False)

@@ -25,9 +25,9 @@ except ImportError as error:
     raise missing("penstock.train.logits", error) from None
 
 from penstock.errors import InvalidInput
-from penstock.train.boundaries import checked_lengths
 from penstock.train.kept_ids import Kept, lowest
 from penstock.train.predictions import Predictions
+from penstock.train.tensors import checked_lengths
 
 CHUNK = 1024
 """Tokens widened to float32 at a time."""

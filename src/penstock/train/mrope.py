@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays import ImageSpan, check_spans
 from penstock.errors import InvalidInput
-from penstock.train.boundaries import checked_lengths
+from penstock.train.tensors import checked_lengths
 
 
 def mrope_positions(

@@ -25,10 +25,10 @@ import torch
 
 from penstock.arrays import TOPK
 from penstock.errors import InvalidInput
-from penstock.train.boundaries import checked_lengths
 from penstock.train.logits import CHUNK, add_to_rows, chunks_of, rows_of, starts_of, widened
 from penstock.train.loss import need
 from penstock.train.predictions import Predictions
+from penstock.train.tensors import checked_lengths
 from penstock.train.terms import Terms
 
 MIN_TAIL = 1e-6

@@ -31,19 +31,17 @@ from penstock.packing import MicroBatch
 from penstock.replay import Prioritized
 from penstock.train import checkpoint
 from penstock.train.agreement import agree
+from penstock.train.checkpoint import Weights
 from penstock.train.fake import FakeSource
-from penstock.train.image_policies import MaskSample
 from penstock.train.loss import Dppo, Ipo, Loss, PpoClip
-from penstock.train.memory_metrics import memory
+from penstock.train.materialize import MaskSample
 from penstock.train.metrics_sinks import MetricsFile
-from penstock.train.model import build_model, check_packing, check_vocabulary, row_logprobs
+from penstock.train.model import build_model, check_packing, check_trees, check_vocabulary, row_logprobs
 from penstock.train.modes import ByMode
-from penstock.train.published_weights import Weights
 from penstock.train.run_config import LossConfig, TrainConfig
-from penstock.train.step_metrics import Sums, packed
+from penstock.train.step_metrics import Sums, memory, packed
 from penstock.train.tensors import to_torch
 from penstock.train.terms import Terms
-from penstock.train.tree_check import check_trees
 from penstock.train.vision import Vision, check_placeholders
 
 _RECENT = 10

@@ -14,8 +14,7 @@ from penstock.arrays import types_of
 from penstock.assets import AssetStore, layout_from_config
 from penstock.errors import InvalidInput
 from penstock.packing import Forest, MicroBatch
-from penstock.train.image_policies import Policy
-from penstock.train.materialize import Materializer, Metrics, check_image_tokens, mask_segments, sum_metrics
+from penstock.train.materialize import Materializer, Metrics, Policy, check_image_tokens, mask_segments, sum_metrics
 from penstock.train.mrope import mrope_positions
 from penstock.train.run_config import ModelConfig, image_processor
 from penstock.train.tensors import FOREST

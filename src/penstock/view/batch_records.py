@@ -29,7 +29,7 @@ _COMPARED = {c.name for c in TABLE if c.null == "unsampled" or c.name.startswith
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Snapshot:
+class BatchCopy:
     """A micro-batch and what the loss did with it, on the host and nobody else's: safe to write later."""
 
     batch: MicroBatch
@@ -38,7 +38,7 @@ class Snapshot:
     rules: Mapping[str, Mapping[str, float | str]]
 
     @staticmethod
-    def of(batch: MicroBatch, terms: Terms | None, *, omit: Collection[str] = ()) -> Snapshot:
+    def of(batch: MicroBatch, terms: Terms | None, *, omit: Collection[str] = ()) -> BatchCopy:
         """Copy what will be exported; the only part of exporting that costs the training thread time. None for terms:
         no loss has seen the batch."""
         columns: dict[str, Cells] = {}
@@ -62,10 +62,10 @@ class Snapshot:
             columns["loss_mask"] = trained & batch["loss_mask"]  # the loss may have been given less than was packed
         own = [name for name in batch.columns if name not in _OF_BATCH and name not in omit]
         columns |= {name: copied(batch.columns[name]) for name in own}
-        return Snapshot(batch=batch, columns=columns, rules={} if terms is None else terms.rules)
+        return BatchCopy(batch=batch, columns=columns, rules={} if terms is None else terms.rules)
 
     def records(
-        self, facts: Mapping[str, Any], policy_version: int | None, *, untrained: bool = False
+        self, fields: Mapping[str, Any], policy_version: int | None, *, untrained: bool = False
     ) -> Iterator[Record]:
         """One record per sequence that has a trained token; padding and dummies have none. `untrained`: of all."""
         segments, columns = self.batch.segments, self._measured()
@@ -79,8 +79,8 @@ class Snapshot:
             rule = self.rules.get(mode, self.rules.get(""))
             found = {name: values[own] for name, values in columns.items() if _applies(name, mode)}
             yield Record(
-                facts={
-                    **facts,
+                fields={
+                    **fields,
                     "micro_sequence_idx": i,
                     **named,
                     "staleness": None if policy_version is None or version is None else policy_version - version,

@@ -19,7 +19,7 @@ from penstock.errors import InvalidInput
 from penstock.view.reader import Export, Step
 from penstock.view.record import OF_SAMPLE, TABLE, ExportColumn, Record
 
-_FACTS = ("staleness", *(name for name in OF_SAMPLE if name not in ("sample_id", "run_id")))
+_FIELDS = ("staleness", *(name for name in OF_SAMPLE if name not in ("sample_id", "run_id")))
 """Compared where tokens are the same; samples are paired by id, and two runs may have two names."""
 
 
@@ -28,7 +28,7 @@ class Parting:
     """The first difference, and how much was the same before it."""
 
     what: str
-    """same, steps, samples, length, fact, or token."""
+    """same, steps, samples, length, field, or token."""
     sentence: str
     """For people."""
     steps_compared: int
@@ -127,7 +127,7 @@ def _only(step: int, name: str, side: str, shared: int, count: _Count) -> Partin
 
 
 def _compare_records(step: int, name: str, a: Record, b: Record, count: _Count) -> Parting | None:
-    where = {"step": step, "sample_id": name, "rank": a.facts.get("rank")}
+    where = {"step": step, "sample_id": name, "rank": a.fields.get("rank")}
     token = _first_token(a, b)
     if token is not None:
         index, column, values = token
@@ -137,11 +137,11 @@ def _compare_records(step: int, name: str, a: Record, b: Record, count: _Count) 
     if a.num_tokens != b.num_tokens:
         sentence = f"The runs first differ at step {step}, sample {name}: {a.num_tokens} against {b.num_tokens} tokens."
         return count.parting("length", sentence, token=min(a.num_tokens, b.num_tokens) - 1, **where)
-    for fact in _FACTS:
-        pair = (a.facts.get(fact), b.facts.get(fact))
+    for field in _FIELDS:
+        pair = (a.fields.get(field), b.fields.get(field))
         if pair[0] != pair[1]:
-            sentence = f"The runs first differ at step {step}, sample {name}, in {fact}: {pair[0]} against {pair[1]}."
-            return count.parting("fact", sentence, column=fact, values=pair, **where)
+            sentence = f"The runs first differ at step {step}, sample {name}, in {field}: {pair[0]} against {pair[1]}."
+            return count.parting("field", sentence, column=field, values=pair, **where)
     return None
 
 

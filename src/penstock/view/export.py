@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsFloat
 
 from penstock.errors import Closed, ConfigError, InvalidInput, PenstockError, StorageError, WaitTimeout
 from penstock.packing import MicroBatch, Totals
-from penstock.view.batch_records import Snapshot
-from penstock.view.folders import Done, PackedBatch, all_done, make_folder, promote, reopen, step_folder
+from penstock.view.batch_records import BatchCopy
+from penstock.view.folders import Done, PackedBatch, RankLock, all_done, make_folder, promote, reopen, step_folder
 from penstock.view.jsonl import Jsonl
 from penstock.view.keep_rules import Everything, Keep
-from penstock.view.rank_lock import RankLock
 from penstock.view.record import COLUMNS, SCHEMA_VERSION, finite
 from penstock.view.step_files import Format, StepFile
 
@@ -46,9 +45,9 @@ _Key = tuple[str, int]
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Write:
     key: _Key
-    facts: dict[str, Any]
+    fields: dict[str, Any]
     packed: PackedBatch
-    snapshot: Snapshot
+    copy: BatchCopy
     policy_version: int | None
 
 
@@ -77,7 +76,7 @@ class TokenExporter:
     ...     exporter.write(1, batch, terms)
     ...     exporter.close_step(1)
     >>> from penstock.view import Export
-    >>> [record.facts["sample_id"] for record in Export(folder).step(1).records()]
+    >>> [record.fields["sample_id"] for record in Export(folder).step(1).records()]
     ['a']
     """
 
@@ -161,7 +160,7 @@ class TokenExporter:
         if batch.is_dummy:
             self._dummies.append((batch.run, packed))
             return
-        facts = {
+        fields = {
             "schema_version": SCHEMA_VERSION,
             "step": number,
             "export_step": key[1],
@@ -170,8 +169,8 @@ class TokenExporter:
             "micro_sequence_idx": 0,
             "export_sequence_idx": 0,
         }
-        snapshot = Snapshot.of(batch, terms, omit=self._omit)
-        self._queue.put(_Write(key=key, facts=facts, packed=packed, snapshot=snapshot, policy_version=policy_version))
+        copy = BatchCopy.of(batch, terms, omit=self._omit)
+        self._queue.put(_Write(key=key, fields=fields, packed=packed, copy=copy, policy_version=policy_version))
 
     def close_step(
         self,
@@ -279,9 +278,9 @@ class TokenExporter:
 
     def _handle(self, item: _Write | _Finish, files: dict[_Key, StepFile]) -> None:
         if isinstance(item, _Write):
-            file = self._file(item.key, item.facts["step"], files)
+            file = self._file(item.key, item.fields["step"], files)
             file.micro_batches.append(item.packed)
-            file.add(item.snapshot.records(item.facts, item.policy_version))
+            file.add(item.copy.records(item.fields, item.policy_version))
             return
         file = self._file(item.key, item.step, files)
         del files[item.key]

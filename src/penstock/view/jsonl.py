@@ -20,7 +20,7 @@ import numpy as np
 from penstock.arrays import Cells, Ragged
 from penstock.errors import InvalidInput
 from penstock.extras import require
-from penstock.view.record import FACTS, TABLE, ExportColumn, Record, filled, without_empty
+from penstock.view.record import FIELDS, TABLE, ExportColumn, Record, filled, without_empty
 
 
 class Jsonl:
@@ -49,7 +49,7 @@ def encode_parts(record: Record) -> Iterator[bytes]:
     require("token export", "orjson")
     import orjson
 
-    yield json.dumps(record.facts, allow_nan=False, separators=(",", ":")).encode()[:-1]
+    yield json.dumps(record.fields, allow_nan=False, separators=(",", ":")).encode()[:-1]
     for name, values in filled(record).items():
         yield f',"{name}":'.encode()
         yield _encode_cells(values, orjson)
@@ -90,7 +90,7 @@ def parse_line(line: bytes) -> Record:
         if len(found) != len(raw.token_ids):
             raise MalformedLine(f"{column.name} has {len(found)} values for {len(raw.token_ids)} tokens")
         columns[column.name] = found
-    record = Record(facts={name: getattr(raw, name) for name in FACTS}, columns=columns)
+    record = Record(fields={name: getattr(raw, name) for name in FIELDS}, columns=columns)
     return replace(record, columns=without_empty(columns | _own(line, record)))
 
 
@@ -100,7 +100,7 @@ def _rank(values: Cells) -> int:
 
 def _own(line: bytes, record: Record) -> dict[str, Cells]:
     """The columns that are not of the table."""
-    if not record.facts["columns"]:
+    if not record.fields["columns"]:
         return {}
     try:
         own, raw = record.own, msgspec.json.decode(line)
@@ -145,7 +145,7 @@ _Line = msgspec.defstruct(
     [
         *((c.name, _list_of(c)) for c in TABLE if c.name in _NEEDED),
         *((c.name, _list_of(c) | None, None) for c in TABLE if c.name not in _NEEDED),
-        *((name, kind | None, None) for name, kind in FACTS.items()),
+        *((name, kind | None, None) for name, kind in FIELDS.items()),
     ],
 )
 _decoder = msgspec.json.Decoder(_Line)

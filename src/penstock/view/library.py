@@ -13,17 +13,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.errors import InvalidInput, PenstockError, UnknownKey
-from penstock.view.dropped import dropped_of, records_of
-from penstock.view.evaluation_runs import EVALUATION, plane_of
 from penstock.view.folders import EXPORTS
 from penstock.view.group_tree import branches
-from penstock.view.index import StepIndex
+from penstock.view.index import StepIndex, find
 from penstock.view.jsonl import encode_line
+from penstock.view.plane_groups import EVALUATION, dropped_of, plane_of, records_of
 from penstock.view.reader import Export, Step
-from penstock.view.run_metrics import Places, as_columns, is_written, rows_since
-from penstock.view.run_state import state_of
+from penstock.view.run_files import Places, as_columns, is_written, rows_since, state_of
 from penstock.view.tallies import Tally, tally
-from penstock.view.token_search import find
 from penstock.view.vocabulary import Vocabulary, texts
 
 if TYPE_CHECKING:

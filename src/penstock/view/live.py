@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.view.library import Library, runs_of
-from penstock.view.run_metrics import Places, as_columns
+from penstock.view.run_files import Places, as_columns
 
 LOOK_S = 0.4
 _REST = 20

@@ -19,7 +19,7 @@ from penstock.arrays import Array, Cells, Ragged, offsets_of
 from penstock.assets import INLINE_BYTES
 from penstock.errors import AssetError, CorruptFile, InvalidInput, StorageError
 from penstock.extras import require
-from penstock.view.record import FACTS, TABLE, ExportColumn, Record, own_column, without_empty
+from penstock.view.record import FIELDS, TABLE, ExportColumn, Record, own_column, without_empty
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -83,10 +83,10 @@ class _Table:
 
 
 def schema(own: Iterable[ExportColumn] = (), *, with_images: bool = False) -> pa.Schema:
-    """The schema: facts, then one list per column of the table, then those that are not of it."""
+    """The schema: fields, then one list per column of the table, then those that are not of it."""
     pa = _arrow()
     of_python = {int: pa.int64(), str: pa.string()}
-    fields = [pa.field(name, of_python.get(kind, pa.string())) for name, kind in FACTS.items()]
+    fields = [pa.field(name, of_python.get(kind, pa.string())) for name, kind in FIELDS.items()]
     fields += [pa.field(column.name, _list_of(column)) for column in (*TABLE, *own)]
     if with_images:
         fields.append(pa.field("image_bytes", pa.list_(pa.binary())))
@@ -166,8 +166,8 @@ def _batch(
 ) -> pa.RecordBatch:
     pa = _arrow()
     arrays: list[Any] = []
-    for name in FACTS:
-        values = [record.facts.get(name) for record in records]
+    for name in FIELDS:
+        values = [record.fields.get(name) for record in records]
         if name in _TEXT:
             values = [None if value is None else json.dumps(value) for value in values]
         arrays.append(pa.array(values, layout.field(name).type))
@@ -215,18 +215,18 @@ def _joined(parts: list[Array], dtype: np.dtype[Any]) -> Array:
 def _rows(table: pa.Table) -> Iterator[Record]:
     layout = schema()
     typed = {name: table[name].cast(layout.field(name).type) for name in layout.names if name in table.column_names}
-    facts = {name: typed[name].to_pylist() if name in typed else [None] * len(table) for name in FACTS}
+    fields = {name: typed[name].to_pylist() if name in typed else [None] * len(table) for name in FIELDS}
     for name in _TEXT:
-        facts[name] = [None if text is None else msgspec.json.decode(text, type=FACTS[name]) for text in facts[name]]
+        fields[name] = [None if text is None else msgspec.json.decode(text, type=FIELDS[name]) for text in fields[name]]
     for row in range(len(table)):
         found = {column.name: _values(typed[column.name][row], column) for column in TABLE if column.name in typed}
-        for name, form in (facts["columns"][row] or {}).items():
+        for name, form in (fields["columns"][row] or {}).items():
             if name in table.column_names:
                 found[name] = _values(table[name][row], own_column(name, form))
         columns = {name: values for name, values in found.items() if values is not None}
         if not {"token_ids", "loss_mask"} <= set(columns) or len({len(values) for values in columns.values()}) != 1:
             raise ValueError(f"row {row}: token_ids, loss_mask and the other columns must be of one length")
-        yield Record(facts={name: values[row] for name, values in facts.items()}, columns=without_empty(columns))
+        yield Record(fields={name: values[row] for name, values in fields.items()}, columns=without_empty(columns))
 
 
 def _values(cell: pa.ListScalar, column: ExportColumn) -> Cells | None:
@@ -247,7 +247,7 @@ def _values(cell: pa.ListScalar, column: ExportColumn) -> Cells | None:
 
 
 def _inline(record: Record, images: AssetStore, max_bytes: int) -> list[bytes | None]:
-    return [_read(images, image["hash"], max_bytes) for image in record.facts["images"] or ()]
+    return [_read(images, image["hash"], max_bytes) for image in record.fields["images"] or ()]
 
 
 def _read(images: AssetStore, image: str, max_bytes: int) -> bytes | None:

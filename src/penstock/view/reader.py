@@ -17,11 +17,10 @@ from typing import BinaryIO, Protocol, TypeAlias
 import xxhash
 
 from penstock.errors import CorruptFile, InvalidInput, UnknownKey
-from penstock.view.evaluation_runs import EVALUATION, evaluation_steps
 from penstock.view.folders import EXPORTS, STABLE, Done, exports_of, marked_ranks, read_done, steps_in
 from penstock.view.jsonl import MalformedLine, encode_line, parse_line
-from penstock.view.record import Record
-from penstock.view.skipped import Skipped
+from penstock.view.plane_groups import EVALUATION, evaluation_steps
+from penstock.view.record import Record, Skipped
 
 ReadLine: TypeAlias = Callable[[], bytes]
 """Reads a record's line, of strict JSON, again."""

@@ -1,4 +1,4 @@
-"""The record of one trained sequence: facts about it, and one array per column along its tokens.
+"""The record of one trained sequence: fields about it, and one array per column along its tokens.
 
 What went in is the table of `arrays/columns.py`, what came out is the fields of `Terms`. Writers, readers, the
 comparison of runs and the viewer loop over the two together, so a column that is added there is exported, read back,
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +20,7 @@ from penstock.arrays import COLUMNS as GIVEN
 from penstock.arrays import TOKEN_COLUMNS, Array, Cells, Column, Ragged, check_name
 
 SCHEMA_VERSION = 1
+_REASONS_KEPT = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +99,12 @@ def _of_terms() -> Iterator[ExportColumn]:
         "prob_delta": ("prob_delta", "unsampled"),
         "loss": ("loss", "never"),
     }
-    for name, (field, null) in floats.items():
+    for name, (attribute, null) in floats.items():
         yield ExportColumn(
-            name=name, source="terms", attribute=field, dtypes=("<f4",), null=null, required=name != "loss"
+            name=name, source="terms", attribute=attribute, dtypes=("<f4",), null=null, required=name != "loss"
         )
-    for field in ("masked", "masked_high", "masked_low"):
-        yield ExportColumn(name=f"is_{field}", source="terms", attribute=field, dtypes=("|b1",))
+    for attribute in ("masked", "masked_high", "masked_low"):
+        yield ExportColumn(name=f"is_{attribute}", source="terms", attribute=attribute, dtypes=("|b1",))
 
 
 TABLE: tuple[ExportColumn, ...] = (*_of_batch(), *_of_terms())
@@ -131,10 +132,10 @@ def form_of(cells: Cells) -> tuple[str, int, bool]:
     return cells.dtype.str, 0 if isinstance(cells, Ragged) else cells.ndim - 1, isinstance(cells, Ragged)
 
 
-_FACT_NAMES = {"id": "sample_id", "group": "group_id", "env": "env_name", "run": "run_id", "mode": "training_mode"}
-OF_SAMPLE = {_FACT_NAMES.get(c.name, c.name): c for c in GIVEN.values() if c.per == "sample"}
+_FIELD_NAMES = {"id": "sample_id", "group": "group_id", "env": "env_name", "run": "run_id", "mode": "training_mode"}
+OF_SAMPLE = {_FIELD_NAMES.get(c.name, c.name): c for c in GIVEN.values() if c.per == "sample"}
 """The columns per sample, by the record's names for them."""
-FACTS: dict[str, Any] = {
+FIELDS: dict[str, Any] = {
     "schema_version": int,
     "step": int,
     "export_step": int,
@@ -156,8 +157,8 @@ FACTS: dict[str, Any] = {
 class Record:
     """One sequence as it was trained."""
 
-    facts: dict[str, Any]
-    """The fields of FACTS; None where unknown."""
+    fields: dict[str, Any]
+    """The fields of FIELDS; None where unknown."""
     columns: dict[str, Cells]
     """[T, ...] by name, or a `Ragged` with one list per token. Floats are float32 with NaN for null; a column
     without a value on any token is absent."""
@@ -169,7 +170,7 @@ class Record:
     @property
     def own(self) -> dict[str, ExportColumn]:
         """The columns that are not of the table, by name, as the record describes them."""
-        return {name: own_column(name, form) for name, form in (self.facts.get("columns") or {}).items()}
+        return {name: own_column(name, form) for name, form in (self.fields.get("columns") or {}).items()}
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
@@ -189,9 +190,9 @@ class Record:
     @property
     def label(self) -> str:
         """A name for messages: the sample's id, or its place where it has none."""
-        facts = self.facts
-        place = f"rank {facts['rank']} micro-step {facts['micro_step']} sequence {facts['micro_sequence_idx']}"
-        return facts.get("sample_id") or place
+        fields = self.fields
+        place = f"rank {fields['rank']} micro-step {fields['micro_step']} sequence {fields['micro_sequence_idx']}"
+        return fields.get("sample_id") or place
 
 
 def finite(value: Any) -> Any:
@@ -218,3 +219,17 @@ def _is_empty(values: Cells) -> bool:
     if isinstance(values, Ragged):
         return len(values.values) == 0
     return bool(values.dtype.kind == "f" and values.size and np.isnan(values.flat[0]) and np.isnan(values).all())
+
+
+@dataclass(slots=True)
+class Skipped:
+    """What could not be read."""
+
+    lines: int = 0
+    reasons: list[str] = field(default_factory=list)
+    """The first few, with file and line."""
+
+    def add(self, where: str, why: object) -> None:
+        self.lines += 1
+        if len(self.reasons) < _REASONS_KEPT:
+            self.reasons.append(f"{where}: {why}"[:300])

@@ -122,7 +122,7 @@ class StepFile:
             self.skipped += len(records)
             return
         for number, record in enumerate(records, self.written):
-            record.facts["export_sequence_idx"] = number
+            record.fields["export_sequence_idx"] = number
         self._sink.append(records)
         self.written += len(records)
 
@@ -162,7 +162,7 @@ def _lines_before(part: Path, step: int, tally: Tally) -> list[bytes]:
         for line in file:
             with suppress(MalformedLine):
                 record = parse_line(line)
-                if line.endswith(b"\n") and record.facts["step"] is not None and record.facts["step"] < step:
+                if line.endswith(b"\n") and record.fields["step"] is not None and record.fields["step"] < step:
                     kept.append(line)
                     tally.add(record)
     return kept

@@ -87,7 +87,7 @@ class StepTokens:
         names = [name for name in ("prob_delta", "advantages", "importance_ratio") if name in self._parts]
         columns: dict[str, Any] = {name: self.column(name) for name in names}
         columns["loss_mask"] = np.ones(self.count, np.bool_)
-        sides = judge(Record(facts={}, columns=columns), rule, thresholds)
+        sides = judge(Record(fields={}, columns=columns), rule, thresholds)
         if sides is None:
             return None
         now, trained = sides[0] | sides[1], self.column("is_masked")

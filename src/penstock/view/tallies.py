@@ -109,7 +109,7 @@ class Tally:
         self._add_sample(record)
 
     def _add_sample(self, record: Record) -> None:
-        reward, staleness = reward_of(record), record.facts.get("staleness")
+        reward, staleness = reward_of(record), record.fields.get("staleness")
         self.spreads["length"].add(np.array([record.num_tokens]))
         if reward is not None:
             self.spreads["reward"].add(np.array([reward]))

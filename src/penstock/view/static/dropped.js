@@ -42,7 +42,7 @@
       const samples = await ps.source.droppedGroup(at, group.id);
       const view = ps.el("div", { class: "holder kept" });
       const pick = (value) => tokens.show(view, samples[Number(value)], () => {});
-      const rollouts = samples.map((sample, i) => [String(i), ps.visible(sample.facts.sample_id || "rollout " + i)]);
+      const rollouts = samples.map((sample, i) => [String(i), ps.visible(sample.fields.sample_id || "rollout " + i)]);
       ps.fill(holder, ps.select("dropped-sample", "Rollout", rollouts, "0", pick), view);
       tokens.paint({ column: ps.columns[0], scale: 1 });
       pick("0");

@@ -92,7 +92,7 @@
 
   // The thresholds a sample was trained with, where it says so.
   ps.thresholdsOf = function (sample, name) {
-    const own = sample.facts.rule;
+    const own = sample.fields.rule;
     const found = { ...ps.rules[name].inputs };
     if (own && (own.kind === name || (own.kind === "opd" && name === "dppo")))
       for (const key of Object.keys(found)) if (typeof own[key] === "number") found[key] = own[key];

@@ -33,7 +33,7 @@
 
   // What a sample can be coloured by: columns as above, and those of the run's own that have one number per token.
   ps.columnsOf = function (sample) {
-    const own = Object.entries(sample.facts.columns || {})
+    const own = Object.entries(sample.fields.columns || {})
       .filter(([name, [, trailing, ragged]]) => !trailing && !ragged && sample.columns[name])
       .map(([name]) => ({ key: name, label: name, centre: 0, twoSided: true }));
     return ps.columns.filter((column) => sample.columns[column.key]).concat(own);

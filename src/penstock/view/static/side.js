@@ -76,7 +76,7 @@
 
   // Whose turn a token belongs to; empty where the rollout does not say.
   function roleOf(one, i) {
-    const roles = (one.facts.rollout || {}).roles;
+    const roles = (one.fields.rollout || {}).roles;
     if (!roles) return "";
     for (let k = 0, end = 0; k + 1 < roles.runs.length; k += 2) {
       end += roles.runs[k + 1];
@@ -87,7 +87,7 @@
 
   // What is known of the rollout: metrics and info by name, and why it failed.
   function rolloutTable() {
-    const known = sample.facts.rollout || {};
+    const known = sample.fields.rollout || {};
     const shown = (value) => (typeof value === "number" ? ps.number(value) : ps.visible(JSON.stringify(value)));
     const rows = [
       ...Object.entries(known.metrics || {}),
@@ -200,7 +200,7 @@
   function drawScatter() {
     const c = sample.columns;
     ps.scatter(parts.scatter, c.inference_logprobs || [], c.trainer_logprobs || [], {
-      mask: sample.facts.training_mode === "sft" ? [] : c.loss_mask,
+      mask: sample.fields.training_mode === "sft" ? [] : c.loss_mask,
       marked: live || exported,
       onPick: pick,
       cursor: ps.tokens.cursor(),
@@ -241,7 +241,7 @@
         section("Mismatch KL", parts.kl),
         section("Trainer and sampler", parts.scatter),
       );
-      const own = sample.facts.rule && sample.facts.rule.kind;
+      const own = sample.fields.rule && sample.fields.rule.kind;
       choose(ps.rules[own] ? own : own === "opd" ? "dppo" : rule);
     },
     token(i) {

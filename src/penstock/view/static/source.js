@@ -59,7 +59,7 @@
   }
 
   const opened = ({ record, texts }) => ({
-    facts: record,
+    fields: record,
     columns: columns(record),
     texts,
     count: record.token_ids.length,

@@ -18,16 +18,17 @@ from penstock.errors import CorruptFile, PenstockError, UnknownKey
 from penstock.frames import decode
 from penstock.log import is_run
 from penstock.packing import pack
-from penstock.runs import EvaluationGroup, evaluations_of, read_stored
-from penstock.view.batch_records import Snapshot
+from penstock.runs import EvaluationGroup, evaluations_of, read_run, read_stored, unused_groups
+from penstock.view.batch_records import BatchCopy
 from penstock.view.folders import Done
 from penstock.view.jsonl import encode_line
-from penstock.view.record import SCHEMA_VERSION, Record
-from penstock.view.skipped import Skipped
+from penstock.view.record import SCHEMA_VERSION, Record, Skipped
 
 logger = logging.getLogger("penstock.view")
 EVALUATION = "(evaluation)"
 """Stands for a run's name; no run can have it."""
+MOST = 1000
+"""Groups listed; the counts are of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,7 @@ def evaluation_steps(folder: Path) -> list[EvaluationStep]:
 
 def record_of(sample: Sample, *, step: int, index: int) -> Record:
     """The record of a sample that no loss has seen."""
-    facts: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "step": step,
         "export_step": step,
@@ -117,5 +118,45 @@ def record_of(sample: Sample, *, step: int, index: int) -> Record:
         "export_sequence_idx": index,
     }
     (batch,) = pack([sample], ranks=1, seq_len=sample.num_tokens, columns=tuple(sample.own.values())).ranks[0]
-    snapshot = Snapshot.of(batch, None)
-    return next(snapshot.records(facts, None, untrained=True))
+    copy = BatchCopy.of(batch, None)
+    return next(copy.records(fields, None, untrained=True))
+
+
+def dropped_of(folder: Path) -> dict[str, Any]:
+    """The ledger of a run and the last groups that were dropped or set aside; `ledger` is None without a plane."""
+    plane = plane_of(folder)
+    if plane is None:
+        return {"ledger": None, "groups": []}
+    try:
+        ledger = read_run(plane, steps=0, groups=0)["ledger"]
+        groups = unused_groups(plane, most=MOST)
+    except CorruptFile as error:
+        return {"ledger": None, "groups": [], "error": str(error)}
+    rows = [
+        {
+            "id": one.id,
+            "run": one.run,
+            "prompt": one.prompt,
+            "state": one.state,
+            "reason": one.reason,
+            "samples": one.samples,
+            "tokens": one.tokens,
+            "policy_version": one.policy_version,
+            "is_kept": bool(one.location),
+        }
+        for one in groups
+    ]
+    return {"ledger": ledger, "groups": rows}
+
+
+def records_of(folder: Path, group: str) -> list[Record]:
+    """The rollouts of a group that was set aside; raises where its frame was given back."""
+    plane = plane_of(folder)
+    found = [] if plane is None else unused_groups(plane, group=group)
+    if plane is None or not found or not found[0].location:
+        raise UnknownKey(f"group {group[:80]!r}: its frame is not kept; only its row in the log is")
+    try:
+        samples = decode(read_stored(plane, found[0].location))
+    except PenstockError as error:
+        raise UnknownKey(f"group {group[:80]!r}: it was given back: {error}") from None
+    return [record_of(sample, step=0, index=i) for i, sample in enumerate(samples)]

@@ -7,12 +7,20 @@ the step was trained. A step that was trained again after a crash counts with it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import os
+import platform
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from penstock.atomic import replacing
+from penstock.log import is_gone, pid_space
+
+STATE = "state.json"
 FILES = ("metrics.jsonl", "plane.jsonl")
 _MAX_READ = 64 << 20
 """Bytes of a file read in one look."""
@@ -72,3 +80,46 @@ def _row(line: bytes) -> dict[str, float | None] | None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run says of itself."""
+
+    state: Literal["running", "finished", "stopped", "failed", "gone"]
+    """gone: its process ended without a word."""
+    began: float
+    ended: float | None = None
+    pid: int = 0
+    host: str = ""
+
+
+@contextmanager
+def at_work(folder: Path) -> Iterator[None]:
+    """Say that the run in a folder is running, and at the end how it ended."""
+    running = RunState(state="running", began=time.time(), pid=os.getpid(), host=platform.node())
+    _write(folder, running)
+    word: Literal["finished", "stopped", "failed"] = "failed"
+    try:
+        yield
+        word = "finished"
+    except KeyboardInterrupt:
+        word = "stopped"
+        raise
+    finally:
+        _write(folder, msgspec.structs.replace(running, state=word, ended=time.time()))
+
+
+def state_of(folder: Path) -> RunState | None:
+    """What the run in a folder last said; None where nothing is known."""
+    try:
+        found = msgspec.json.decode((folder / STATE).read_bytes(), type=RunState)
+    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if found.state == "running" and found.host == platform.node() and is_gone(pid_space(), found.pid):
+        return msgspec.structs.replace(found, state="gone")
+    return found
+
+
+def _write(folder: Path, state: RunState) -> None:
+    with replacing(folder / STATE) as file:
+        file.write(msgspec.json.encode(state))
