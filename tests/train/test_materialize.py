@@ -200,7 +200,7 @@ def test_another_layout_on_the_rank_is_an_error_under_every_policy(store: AssetS
     for policy in (Fail(), MaskSample(max_fraction=0.5)):
         with (
             Materializer(store, QWEN3_VL, policy=policy) as materializer,
-            pytest.raises(IncompatibleAsset, match="give both sides one layout") as caught,
+            pytest.raises(IncompatibleAsset, match="use the same layout on both sides") as caught,
         ):
             materializer.materialize(spans, lengths)
         assert caught.value.error_type == "raw_mm_grid_mismatch"

@@ -115,7 +115,7 @@ LINEAR = {
         ("qwen3_next", {"head_dim": 8, **LINEAR}, "layer 0 is linear_attention, .* set packing.trees = false"),
         ("gemma2", {"head_dim": 8}, "soft-capped"),
         ("gpt_oss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}, "attention sinks"),
-        ("bloom", {}, "does not compute each token from its path, so set packing.trees = false"),
+        ("bloom", {}, "does not compute each token from its path: set packing.trees = false"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

@@ -119,7 +119,7 @@ def test_a_trainer_without_trees_refuses_forests_before_it_trains(tmp_path: Path
     trainer = Trainer(
         TrainConfig(folder=str(tmp_path), packing=Packing(ranks=1, seq_len=64), model=model_of("reverse")), 0
     )
-    with pytest.raises(ConfigError, match=r"packing\.trees: false, and the plane sends samples that share tokens"):
+    with pytest.raises(ConfigError, match=r"packing\.trees: false, but the plane sends samples that share tokens"):
         trainer._prepare(batch)
     trainer.close()
 

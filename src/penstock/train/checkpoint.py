@@ -1,10 +1,12 @@
-"""Checkpoints that carry the data cursor: weights, optimizer and step, written as tensors and JSON, never pickled.
+"""Weights on disk: checkpoints that carry the data cursor, and versions published for rollout workers.
 
     checkpoints/step_00000060/model.safetensors
                               optimizer.safetensors     two moments and a count per parameter
-                              state.json                the step, and what it was trained with
+                              state.json                the step and the format version
+    weights/v00000060.safetensors                       published
 
-A checkpoint appears whole (write to a dot-folder, sync, rename). To resume, ask the plane for the step after it.
+Files are tensors and JSON, never pickles. Each is written under a temporary name, synced and renamed, so a reader sees
+a complete one or none. To resume, ask the plane for the step after the checkpoint.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ _VERSION = re.compile(r"v(\d{8})\.safetensors")
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole tensor, of which this rank may hold a part; all ranks must call this together."""
+    """Gather a tensor that may be sharded over ranks. Collective: all ranks must call it."""
     gather = getattr(tensor, "full_tensor", None)
     whole: Tensor = tensor if gather is None else gather()
     return whole.detach()
 
 
 def like(whole: Tensor, part: Tensor) -> Tensor:
-    """The whole tensor, cut as `part` is."""
+    """Shard a full tensor the way `part` is sharded."""
     placements = getattr(part, "placements", None)
     if placements is None:
         return whole
@@ -45,7 +47,7 @@ def like(whole: Tensor, part: Tensor) -> Tensor:
 
 
 def model_state(model: Any) -> dict[str, Tensor]:
-    """Whole weights by name; tied ones once."""
+    """Return the full weights by name. Tied weights appear once: safetensors rejects shared memory."""
     seen: set[int] = set()
     state = {}
     for name, parameter in model.named_parameters():
@@ -59,7 +61,9 @@ def load_model_state(model: Any, state: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name not in state or state[name].shape != parameter.shape:
-                raise CorruptFile(f"checkpoint: {name} is missing or of another shape; it is of another model")
+                raise CorruptFile(
+                    f"checkpoint: {name} is missing or has another shape; the checkpoint is of another model"
+                )
             parameter.copy_(like(state[name], parameter))
 
 
@@ -82,7 +86,7 @@ def load_optimizer_state(model: Any, optimizer: torch.optim.Optimizer, state: di
 
 
 def save(folder: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, *, writes: bool, keep: int = 3) -> None:
-    """Write a checkpoint; every rank calls this, one of them writes."""
+    """Write a checkpoint. All ranks call this, because gathering is collective; the one with `writes` writes."""
     from safetensors.torch import save_file
 
     weights, moments = model_state(model), optimizer_state(model, optimizer)
@@ -104,7 +108,7 @@ def save(folder: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, 
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, ascending."""
+    """List the steps of the checkpoints in a folder, ascending."""
     if not folder.is_dir():
         return []
     names = [path.name.removeprefix(_PREFIX) for path in folder.iterdir() if path.name.startswith(_PREFIX)]
@@ -121,7 +125,7 @@ def restore(folder: Path, step: int, model: Any, optimizer: torch.optim.Optimize
 
 
 class Weights:
-    """A folder of published weights."""
+    """A folder of published weights. The trainer publishes versions, rollout workers load the latest."""
 
     def __init__(self, folder: str | Path, *, keep: int = 4) -> None:
         self.folder = Path(folder)
@@ -129,7 +133,7 @@ class Weights:
         self._keep = keep
 
     def publish(self, version: int, state: dict[str, Any]) -> Path:
-        """Write a version and then point to it; older ones are removed, but for a few that may be being read."""
+        """Write a version. Removes old ones but keeps the last few, which workers may be reading."""
         from safetensors.torch import save_file
 
         path = self.folder / f"v{version:08d}.safetensors"
@@ -147,11 +151,11 @@ class Weights:
         return sorted(int(match[1]) for match in found if match)
 
     def latest(self) -> int:
-        """The newest version; -1 when there is none."""
+        """Return the newest version, -1 if there is none."""
         return max(self.versions(), default=-1)
 
     def load(self, version: int) -> dict[str, Any] | None:
-        """The weights of a version; None when it was removed meanwhile."""
+        """Load the weights of a version, None if it was removed in the meantime."""
         from safetensors.torch import load_file
 
         try:
