@@ -206,7 +206,7 @@ def check_trees(model: Any, *, vocabulary: int, longest: int) -> float:
 
 
 def _measured(model: Any, vocabulary: int) -> float:
-    """Measure the difference on a forest with two branchings, a sample that is a prefix of another, and a second root."""
+    """Measure the difference on a forest with two branchings, a sample that is a prefix of another, and two roots."""
     lengths, shared = np.array([9, 7, 6, 4, 3]), np.array([0, 5, 3, 3, 0])
     own = int((lengths - shared).sum())
     ids = torch.randint(0, vocabulary, (own,), generator=torch.Generator().manual_seed(0))

@@ -43,7 +43,7 @@ class Sums:
     """Samples with a known version."""
     max_log_ratio: float = 0.0
     on_policy_gap: float = -1.0
-    """Largest difference between trainer and sampler on samples drawn from exactly the weights being trained; -1 if there are none."""
+    """Largest difference between trainer and sampler on samples of the weights being trained; -1: none."""
     max_staleness: float = 0.0
     grad_norm: float = 0.0
     priorities: dict[str, float] = field(default_factory=dict)

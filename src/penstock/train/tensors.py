@@ -12,8 +12,8 @@
 
 A column of lists becomes two tensors, `_values` and `_offsets`: token t has `values[offsets[t] : offsets[t + 1]]`.
 
-For a micro-batch with a forest (`packing.trees`) these are the columns of its samples, end to end, as a loss takes them.
-Additional tensors are the model's inputs, with each of the U places once:
+For a micro-batch with a forest (`packing.trees`) these are the columns of its samples, end to end, as a loss takes
+them. Additional tensors are the model's inputs, with each of the U places once:
 
     forest.token_ids, forest.position_ids          int64    [U]                     and other inputs of the model, such
                                                                                     as forest.routed_experts
@@ -145,6 +145,7 @@ def checked_lengths(sequence_lengths: Any, num_tokens: int | None = None) -> NDA
     total = int(found.sum())
     if num_tokens is not None and total != num_tokens:
         raise InvalidInput(
-            f"sequence_lengths: add up to {total} for {num_tokens} tokens; padding counts as one more segment at the end"
+            f"sequence_lengths: add up to {total} for {num_tokens} tokens; padding counts as one more segment at the
+            end"
         )
     return found.astype(np.int64)

@@ -62,7 +62,7 @@ class Terms:
     """The masking rule by training mode, or under "" if one rule applies to all."""
 
     def mean(self, denominators: Denominators) -> torch.Tensor:
-        """Return this micro-batch's share of the step's loss. The sum over micro-batches and ranks is independent of packing.
+        """Return this micro-batch's share of the step's loss. The sum over all does not depend on the packing.
 
         A step without trained tokens has counts of 0 and a loss of 0, not NaN. Two mistakes would silently train
         nothing and raise instead: a loss without tokens in a step that has some, and a loss other than 0 in a step that

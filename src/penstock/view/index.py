@@ -1,7 +1,7 @@
-"""An index of a step's records: one small row per sample, where its line lies, and its tokens as flat arrays.
+"""Index a step's records: one small row per sample, the position of its line, its token ids, and a search in them.
 
-Built by reading the step once; the rows are what the viewer lists, filters and sorts, the lines are served as they
-are when a sample is opened.
+Building it reads the step once. The viewer lists, filters and sorts the rows, and serves a line unchanged when a sample
+is opened.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class StepIndex:
 
     rows: list[dict[str, Any]]
     lines: list[ReadLine]
-    """What reads each of them again."""
+    """Functions that read each sample's line again."""
     summary: dict[str, Any]
     tokens: StepTokens
-    """Trained ones."""
+    """Trained tokens."""
     ids: list[NDArray[np.int64]]
     """All token ids of each sample."""
     skipped: Skipped
@@ -53,14 +53,14 @@ class StepIndex:
         return StepIndex(rows=rows, lines=lines, summary=tally.as_dict(), tokens=tokens, ids=ids, skipped=skipped)
 
     def line(self, index: int) -> bytes:
-        """A record as one line of strict JSON."""
+        """Return a record as one line of strict JSON."""
         if not 0 <= index < len(self.lines):
             raise UnknownKey(f"sample {index}: the step has {len(self.lines)}, counted from 0")
         return self.lines[index]()
 
 
 def describe(record: Record) -> dict[str, Any]:
-    """What the list shows of a sample, and what it is filtered and sorted by."""
+    """Return a sample's row: the values shown in the list and used for filtering and sorting."""
     columns, fields, mask = record.columns, record.fields, record.columns["loss_mask"]
     masked = columns.get("is_masked")
     return {
@@ -84,7 +84,7 @@ def describe(record: Record) -> dict[str, Any]:
 
 
 def trains(record: Record) -> bool:
-    """Whether there is something to learn from it: an RL sample without an advantage has no gradient."""
+    """Return whether a record contributes a gradient. An RL sample without an advantage does not."""
     advantages, mask = record.columns.get("advantages"), record.columns["loss_mask"]
     if not mask.any():
         return False
@@ -109,7 +109,7 @@ def _mean(values: Any, mask: Any) -> float | None:
 
 
 def find(query: str, ids: Sequence[NDArray[np.int64]], texts: Mapping[int, str]) -> list[tuple[int, int]]:
-    """(sample, token) of the first place in each sample where the query stands, as ids or as text.
+    """Find (sample, token) of the first match in each sample. The query is text or a sequence of token ids.
 
     >>> find("6 2", [np.array([1, 6, 2]), np.array([6, 6])], {})
     [(0, 1)]
@@ -139,10 +139,11 @@ def _find_ids(own: NDArray[np.int64], wanted: NDArray[np.int64]) -> int:
 
 
 def _find_text(own: NDArray[np.int64], needle: str, texts: Mapping[int, str]) -> int:
-    """The token in which the text begins."""
+    """Return the token in which the text begins, -1 if it does not occur."""
     pieces = [texts.get(i, "").casefold() for i in own.tolist()]
     at = "".join(pieces).find(needle)
     if at < 0:
         return -1
+    # Pieces of lengths [2, 0, 3] end at [2, 2, 5]: character 2 belongs to token 2, past the empty piece.
     ends = np.cumsum([len(piece) for piece in pieces])
     return int(np.searchsorted(ends, at, side="right"))

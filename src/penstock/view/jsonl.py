@@ -1,9 +1,10 @@
-"""JSONL, written and read: one record per line, strict JSON, null for what is not a number.
+"""Write and read JSONL: one record per line, strict JSON, null for NaN.
 
-Floats are the shortest text that reads back. Arrays are formatted by orjson straight from their memory, about 30 ns per
-float where a loop over Python floats takes 500 to 1,000. A column that holds one number, as advantages and rewards
-often do, is formatted once and repeated. Other fields go through the standard library, escaped to ASCII: no name
-can hold a line separator. Reading checks every line: the table's types, all columns of one length.
+Floats are written as the shortest text that reads back to the same value. Arrays are formatted by orjson straight from
+their memory, about 30 ns per float where a loop over Python floats takes 500 to 1,000. A column that holds one number,
+as advantages and rewards often do, is formatted once and repeated. Other fields go through the standard library,
+escaped to ASCII: no name can contain a line separator. Reading checks every line for the types of the table and
+columns of equal length.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ class Jsonl:
             self._file.writelines(encode_parts(record))
 
     def finish(self) -> None:
-        """Nothing is held back."""
+        """Nothing is buffered."""
 
 
 def encode_line(record: Record) -> bytes:
-    """The record as one line."""
+    """Encode a record as one line."""
     return b"".join(encode_parts(record))
 
 
 def encode_parts(record: Record) -> Iterator[bytes]:
-    """The line in parts: joined, a long one would be memory that is mapped, touched once and given back."""
+    """Yield a line in parts. Joining a long one would map memory, touch it once and free it."""
     require("token export", "orjson")
     import orjson
 
@@ -76,7 +77,7 @@ class MalformedLine(ValueError):
 
 
 def parse_line(line: bytes) -> Record:
-    """The record in a line; `MalformedLine` says what is wrong with it."""
+    """Parse a record. Raises `MalformedLine` with the reason."""
     try:
         raw: Any = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -99,7 +100,7 @@ def _rank(values: Cells) -> int:
 
 
 def _own(line: bytes, record: Record) -> dict[str, Cells]:
-    """The columns that are not of the table."""
+    """Return the run's own columns."""
     if not record.fields["columns"]:
         return {}
     try:
@@ -117,7 +118,7 @@ def _array(column: ExportColumn, values: list[Any]) -> Cells | None:
     if column.kind != "float" and None in values:
         return None
     try:
-        # numpy turns None into NaN. Numbers beyond float32 become infinite, which every reader of ours skips.
+        # numpy turns None into NaN. Numbers beyond float32 become infinite, which our readers skip.
         with np.errstate(over="ignore"):
             return column.cells(values)
     except (OverflowError, ValueError, TypeError) as error:
@@ -129,7 +130,7 @@ _NEEDED = ("token_ids", "loss_mask")
 
 
 def _list_of(column: ExportColumn) -> Any:
-    """The type of a column in a line: a list along the tokens, of values or of lists of them; a token may have none."""
+    """Return the type of a column in a line: a list along the tokens, of values or nested lists, null where absent."""
     kind = _KINDS[column.kind]
     for _ in range(column.depth):
         kind = _list(kind)

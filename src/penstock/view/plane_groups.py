@@ -1,7 +1,8 @@
-"""Evaluation groups of a run's folder as records: read from the plane's log and frames, no rank involved.
+"""Groups that no rank trained on, read from the plane's log and frames: evaluation, dropped and quarantined groups.
 
-They are shown as a run of their own, with one step for each policy version that was evaluated. A plane may be at work
-on the folder; a group that it gives back meanwhile is counted as skipped.
+Evaluation groups are shown as a run of their own, with one step per evaluated policy version. Dropped groups have only
+a row in the log, because their frames are freed at once. Frames in quarantine are kept until an operator decides about
+them. A plane may be running on the folder; a group it deletes during the read is counted as skipped.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from penstock.view.record import SCHEMA_VERSION, Record, Skipped
 
 logger = logging.getLogger("penstock.view")
 EVALUATION = "(evaluation)"
-"""Stands for a run's name; no run can have it."""
+"""Used in place of a run's name. No run can have this name."""
 MOST = 1000
-"""Groups listed; the counts are of all."""
+"""Groups listed. Counts include all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ class EvaluationStep:
     """The evaluation groups of one policy version."""
 
     number: int
-    """The policy version; 0 also where none is known."""
+    """The policy version, 0 also if unknown."""
     groups: tuple[EvaluationGroup, ...]
     path: Path
     """The plane's folder."""
@@ -44,19 +45,19 @@ class EvaluationStep:
 
     @property
     def stamp(self) -> int:
-        """Another one when there are other groups."""
+        """Changes when the groups change."""
         return hash(tuple(group.id for group in self.groups))
 
     def done(self) -> dict[int, Done]:
-        """No rank wrote them."""
+        """Empty: no rank wrote them."""
         return {}
 
     def files(self) -> dict[int, Path]:
-        """No rank wrote them."""
+        """Empty: no rank wrote them."""
         return {}
 
     def altered(self) -> list[str]:
-        """What is altered does not fit its own checksums, and is skipped."""
+        """Empty: frames carry checksums, and corrupt ones are skipped."""
         return []
 
     def records(self, skipped: Skipped | None = None) -> Iterator[Record]:
@@ -64,7 +65,7 @@ class EvaluationStep:
             yield record
 
     def lines(self, skipped: Skipped) -> Iterator[tuple[Callable[[], bytes], Record]]:
-        """Every record, with what reads its line again."""
+        """Yield every record with a function that reads its line again."""
         for group in self.groups:
             try:
                 samples = decode(read_stored(self.path, group.location))
@@ -78,23 +79,23 @@ class EvaluationStep:
         try:
             samples = decode(read_stored(self.path, group.location))
         except PenstockError as error:
-            raise UnknownKey(f"group {group.id!r}: it was given back: {error}") from None
+            raise UnknownKey(f"group {group.id!r}: its frame was freed: {error}") from None
         return encode_line(record_of(samples[index], step=self.number, index=index))
 
 
 def plane_of(folder: Path) -> Path | None:
-    """The folder of a run's plane, where there is one: the run's own, or the one inside it."""
+    """Return the folder of a run's plane, the run's own or `plane` inside it; None if there is none."""
     return next((path for path in (folder, folder / "plane") if is_run(path)), None)
 
 
 def evaluation_steps(folder: Path) -> list[EvaluationStep]:
-    """The evaluation groups that are kept in a run's folder, by policy version."""
+    """Return the stored evaluation groups of a run's folder by policy version."""
     plane = plane_of(folder)
     if plane is None:
         return []
     try:
         found = evaluations_of(plane)
-    except CorruptFile as error:  # what ranks exported can be shown all the same
+    except CorruptFile as error:  # the ranks' exports can still be shown
         logger.warning("evaluation groups are not shown: %s", error)
         return []
     by_version: dict[int, list[EvaluationGroup]] = {}
@@ -107,7 +108,7 @@ def evaluation_steps(folder: Path) -> list[EvaluationStep]:
 
 
 def record_of(sample: Sample, *, step: int, index: int) -> Record:
-    """The record of a sample that no loss has seen."""
+    """Make the record of a sample without loss terms."""
     fields: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "step": step,
@@ -123,7 +124,7 @@ def record_of(sample: Sample, *, step: int, index: int) -> Record:
 
 
 def dropped_of(folder: Path) -> dict[str, Any]:
-    """The ledger of a run and the last groups that were dropped or set aside; `ledger` is None without a plane."""
+    """Return a run's ledger and its last dropped and quarantined groups. `ledger` is None without a plane."""
     plane = plane_of(folder)
     if plane is None:
         return {"ledger": None, "groups": []}
@@ -150,13 +151,13 @@ def dropped_of(folder: Path) -> dict[str, Any]:
 
 
 def records_of(folder: Path, group: str) -> list[Record]:
-    """The rollouts of a group that was set aside; raises where its frame was given back."""
+    """Return the rollouts of a quarantined group. Raises if its frame was freed."""
     plane = plane_of(folder)
     found = [] if plane is None else unused_groups(plane, group=group)
     if plane is None or not found or not found[0].location:
-        raise UnknownKey(f"group {group[:80]!r}: its frame is not kept; only its row in the log is")
+        raise UnknownKey(f"group {group[:80]!r}: its frame is not stored, only its row in the log")
     try:
         samples = decode(read_stored(plane, found[0].location))
     except PenstockError as error:
-        raise UnknownKey(f"group {group[:80]!r}: it was given back: {error}") from None
+        raise UnknownKey(f"group {group[:80]!r}: its frame was freed: {error}") from None
     return [record_of(sample, step=0, index=i) for i, sample in enumerate(samples)]

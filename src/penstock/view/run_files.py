@@ -1,7 +1,10 @@
-"""The numbers a run wrote for every step, read as its files grow: only what was added since the last look.
+"""The files a run writes about itself: metrics of every step, and whether it is running.
 
-`metrics.jsonl` is the trainer's, one line per step; `plane.jsonl` is what the plane held, accepted and dropped when
-the step was trained. A step that was trained again after a crash counts with its last line.
+`metrics.jsonl` has one line per step from the trainer. `plane.jsonl` has what the plane held, accepted and dropped when
+the step was trained. They are read incrementally. A step trained again after a crash counts with its last line.
+
+`state.json` is written when a run starts and when it ends. A killed run cannot write that it ended; its process id
+shows it, on the same machine.
 """
 
 from __future__ import annotations
@@ -23,18 +26,18 @@ from penstock.log import is_gone, pid_space
 STATE = "state.json"
 FILES = ("metrics.jsonl", "plane.jsonl")
 _MAX_READ = 64 << 20
-"""Bytes of a file read in one look."""
+"""Bytes of a file read at a time."""
 Places = dict[str, int]
-"""How far each file was read."""
+"""How far each file has been read."""
 
 
 def is_written(folder: Path) -> bool:
-    """Whether a run writes its numbers there."""
+    """Return whether a run writes its metrics there."""
     return any((folder / name).is_file() for name in FILES)
 
 
 def rows_since(folder: Path, places: Places) -> tuple[list[dict[str, float | None]], Places]:
-    """Lines added since, merged by step and in the order of steps, and where the next look begins."""
+    """Return lines added since `places`, merged and sorted by step, and the places to continue from."""
     rows: dict[int, dict[str, float | None]] = {}
     now = dict(places)
     for name in FILES:
@@ -47,7 +50,7 @@ def rows_since(folder: Path, places: Places) -> tuple[list[dict[str, float | Non
 
 
 def as_columns(rows: Iterable[Mapping[str, float | None]]) -> dict[str, list[float | None]]:
-    """One list per name, null where a step lacks it: a third of the bytes of a list of rows."""
+    """Convert rows to one list per name, null where a step lacks it. A third of the bytes of a list of rows."""
     kept = list(rows)
     names = dict.fromkeys(name for row in kept for name in row)
     return {name: [row.get(name) for row in kept] for name in names}
@@ -57,17 +60,17 @@ def _lines(path: Path, start: int) -> tuple[list[bytes], int]:
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
-            begin = start if start <= size else 0  # the file was begun anew
+            begin = start if start <= size else 0  # the file was replaced by a new one
             file.seek(begin)
             data = file.read(_MAX_READ)
     except FileNotFoundError:
         return [], 0
-    end = data.rfind(b"\n") + 1
+    end = data.rfind(b"\n") + 1  # a line still being written is read next time
     return data[:end].splitlines(), begin + end
 
 
 def _row(line: bytes) -> dict[str, float | None] | None:
-    """The numbers in a line; None for a line without a step, as a crash may leave one."""
+    """Return the numbers in a line. None for a line without a step, such as one cut off by a crash."""
     try:
         found: Any = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -83,10 +86,10 @@ def _is_number(value: Any) -> bool:
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run says of itself."""
+    """The state of a run, as it wrote it."""
 
     state: Literal["running", "finished", "stopped", "failed", "gone"]
-    """gone: its process ended without a word."""
+    """gone: its process ended without writing its state."""
     began: float
     ended: float | None = None
     pid: int = 0
@@ -95,22 +98,22 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def at_work(folder: Path) -> Iterator[None]:
-    """Say that the run in a folder is running, and at the end how it ended."""
+    """Write that the run in a folder is running, and at the end how it ended."""
     running = RunState(state="running", began=time.time(), pid=os.getpid(), host=platform.node())
     _write(folder, running)
-    word: Literal["finished", "stopped", "failed"] = "failed"
+    outcome: Literal["finished", "stopped", "failed"] = "failed"
     try:
         yield
-        word = "finished"
+        outcome = "finished"
     except KeyboardInterrupt:
-        word = "stopped"
+        outcome = "stopped"
         raise
     finally:
-        _write(folder, msgspec.structs.replace(running, state=word, ended=time.time()))
+        _write(folder, msgspec.structs.replace(running, state=outcome, ended=time.time()))
 
 
 def state_of(folder: Path) -> RunState | None:
-    """What the run in a folder last said; None where nothing is known."""
+    """Read the state of the run in a folder, None if unknown."""
     try:
         found = msgspec.json.decode((folder / STATE).read_bytes(), type=RunState)
     except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError, UnicodeDecodeError):

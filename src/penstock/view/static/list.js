@@ -130,7 +130,7 @@
     return [["", all], ...found.map((value) => [value, ps.visible(value)])];
   }
 
-  // The box for words and ids; asks the server shortly after the last key.
+  // The search box for text and ids. Queries the server shortly after the last key.
   ps.searchBox = function (where, changed, id) {
     const search = ps.el("input", {
       type: "search",

@@ -55,7 +55,7 @@
     return sizes.length ? Math.max(percentile(sizes, 95), 1e-9) : 1;
   }
 
-  // How far from its centre a value must be for full colour, and in words where that comes from.
+  // The distance from the centre at full colour, and a text that explains it.
   ps.scaleOf = function (sample, column, kind, scales, typed) {
     const ofStep = scales && scales[column.key];
     if (typed > 0) return { scale: typed, name: "value you typed" };

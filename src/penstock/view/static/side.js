@@ -74,7 +74,7 @@
     );
   }
 
-  // Whose turn a token belongs to; empty where the rollout does not say.
+  // The role whose turn a token belongs to; empty if unknown.
   function roleOf(one, i) {
     const roles = (one.fields.rollout || {}).roles;
     if (!roles) return "";
@@ -97,7 +97,7 @@
     return rows.length ? ps.el("table", { id: "rollout" }, ps.el("tbody", {}, ...rows)) : null;
   }
 
-  // What a screen reader says of the token under the cursor.
+  // The screen reader's text for the token under the cursor.
   function spoken(i) {
     const column = ps.bar.column();
     const words = [ps.tokens.text(i), "token " + i, sample.columns.loss_mask[i] ? "trained" : "context"];
