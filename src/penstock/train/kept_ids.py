@@ -35,7 +35,7 @@ class Kept:
         if not sound or int(offsets[0]) != 0 or int(offsets[-1]) != len(values) or bool((offsets.diff() < 0).any()):
             raise InvalidInput(
                 f"kept: values {tuple(given[0].shape)} and offsets {tuple(given[1].shape)} for {num_tokens} tokens; "
-                "pass [N] ids and [T + 1] offsets that rise from 0 to N"
+                "give [N] ids and [T + 1] offsets that rise from 0 to N"
             )
         return Kept(values, offsets)
 

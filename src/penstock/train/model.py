@@ -188,7 +188,7 @@ def check_trees(model: Any, *, vocabulary: int, longest: int) -> float:
     for number, kind in enumerate(kinds):
         if kind not in _PER_TOKEN:
             raise ConfigError(
-                f"model {name}: layer {number} is {kind}; its state follows one sequence and cannot branch: {_OFF}"
+                f"model {name}: layer {number} is {kind}, whose state follows one sequence and cannot branch; {_OFF}"
             )
     window = getattr(text, "sliding_window", None) if not kinds or "sliding_attention" in kinds else None
     if window is not None and window < longest:

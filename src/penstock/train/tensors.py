@@ -145,7 +145,6 @@ def checked_lengths(sequence_lengths: Any, num_tokens: int | None = None) -> NDA
     total = int(found.sum())
     if num_tokens is not None and total != num_tokens:
         raise InvalidInput(
-            f"sequence_lengths: add up to {total} for {num_tokens} tokens; padding counts as one more segment at the
-            end"
+            f"sequence_lengths: add up to {total} for {num_tokens} tokens; padding is a segment of its own, the last"
         )
     return found.astype(np.int64)
