@@ -65,7 +65,7 @@ class Vision:
         self._since: list[Metrics] = []
 
     def inputs(self, batch: MicroBatch, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Return the model's image arguments. Updates positions in `tensors`, and the loss mask for unreadable images."""
+        """Return the model's image arguments. Changes positions in `tensors`, and the loss mask if one is lost."""
         forest, space = batch.forest, "" if batch.forest is None else FOREST
         images = batch.images if forest is None else forest.images  # a forest has each image once
         pixels = self._materializer.materialize(images, batch.sequence_lengths if forest is None else forest.lengths)

@@ -54,7 +54,7 @@ class ExportColumn:
         """Convert as `array` does, or to one list per token."""
         if not self.ragged:
             return self.array(values)
-        lists = Ragged.of_lists(values, np.float32 if self.kind == "float" else None)
+        lists = Ragged.of_lists(values, np.dtype(self.dtypes[0]) if self.kind == "float" else None)
         return Ragged(self.array(lists.values), lists.offsets)
 
     def array(self, values: Any) -> Array:
