@@ -71,7 +71,7 @@ class BatchCopy:
     def records(
         self, fields: Mapping[str, Any], policy_version: int | None, *, untrained: bool = False
     ) -> Iterator[Record]:
-        """Yield one record per sequence with a trained token, with `untrained` of all. Padding and dummies have none."""
+        """Yield one record per sequence with a trained token, `untrained`: of all. Padding and dummies have none."""
         segments, columns = self.batch.segments, self._measured()
         forms = {name: form_of(values) for name, values in columns.items() if name not in COLUMNS}
         for i, (start, count) in enumerate(zip(segments.offsets.tolist(), segments.lengths.tolist(), strict=True)):
