@@ -23,7 +23,7 @@ from benchmarks.report import Row, best, faster, smaller
 from penstock.arrays import Samples
 from penstock.packing import MicroBatch, pack
 from penstock.train.terms import Terms
-from penstock.view.batch_records import Snapshot
+from penstock.view.batch_records import BatchCopy
 from penstock.view.export import TokenExporter
 from penstock.view.jsonl import Jsonl
 from penstock.view.parquet import ParquetFile
@@ -61,7 +61,7 @@ def _speed(folder: Path, fed: _Fed, tokens: int, progress: Callable[[str], None]
     )
     progress("copying, as the training thread does, and reading back")
     copying, reading, loads = best(
-        lambda: [Snapshot.of(batch, terms) for batch, terms in fed],
+        lambda: [BatchCopy.of(batch, terms) for batch, terms in fed],
         lambda: tally(Export(folder / "jsonl-0").step(1).records()),
         lambda: plain_read(folder / "loop.jsonl"),
         repeats=3,
@@ -104,8 +104,8 @@ def plain_loop(path: Path, fed: _Fed) -> None:
     """The same records, element by element."""
     path.unlink(missing_ok=True)
     for batch, terms in fed:
-        for record in Snapshot.of(batch, terms).records({"step": 1, "rank": 0, "micro_step": 0}, None):
-            fields: dict[str, Any] = dict(record.facts)
+        for record in BatchCopy.of(batch, terms).records({"step": 1, "rank": 0, "micro_step": 0}, None):
+            fields: dict[str, Any] = dict(record.fields)
             for name, values in filled(record).items():
                 fields[name] = [_plain(value) for value in values.tolist()]
             with path.open("a") as file:

@@ -144,13 +144,13 @@ def test_put_to_export_to_convert(tmp_path: Path, log: str) -> None:
                 out.write(step, batch, terms_of(np.random.default_rng(0), batch))
             out.close_step(step)
             source.commit(step)
-    [first, second] = sorted(Export(tmp_path / "e").step(1).records(), key=lambda r: r.facts["sample_id"])
-    assert {name: first.facts["rollout"][name] for name in KNOWN} == KNOWN
-    assert list(Roles(**second.facts["rollout"]["roles"])) == [("user", 2), ("assistant", 2)]
+    [first, second] = sorted(Export(tmp_path / "e").step(1).records(), key=lambda r: r.fields["sample_id"])
+    assert {name: first.fields["rollout"][name] for name in KNOWN} == KNOWN
+    assert list(Roles(**second.fields["rollout"]["roles"])) == [("user", 2), ("assistant", 2)]
     [path] = (tmp_path / "e").rglob(f"rank_0.{log}")
     convert_files([str(path)], str(tmp_path / "back.jsonl"), source="tokens")
     back = {sample.id: sample for sample in read_lines(Place(str(tmp_path / "back.jsonl")), Lost())}
-    assert read_rollout(back[first.facts["sample_id"]].rollout).seconds == 3.25
+    assert read_rollout(back[first.fields["sample_id"]].rollout).seconds == 3.25
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "penstock"])

@@ -23,9 +23,9 @@ from penstock.integrations.trainers.transformers_trainer import PlaneTrainer, la
 from penstock.packing import Packing, Step
 from penstock.plane import Target
 from penstock.testing.trainer import BUGS, check
+from penstock.train.checkpoint import Weights
 from penstock.train.loss import PpoClip
 from penstock.train.model import build_model
-from penstock.train.published_weights import Weights
 from penstock.train.run_config import LossConfig, OptimizerConfig, TrainConfig
 from penstock.train.trainer import loss_of, train
 from tests.train.ranks import run_ranks

@@ -29,7 +29,7 @@ from penstock.errors import ConfigError, PeerError
 from penstock.integrations.environments import verifiers_rollouts
 from penstock.integrations.environments.verifiers_rollouts import Environment, Rollouts, Tally
 from penstock.train import kept_of, to_torch, token_logprobs
-from penstock.train.published_weights import Weights
+from penstock.train.checkpoint import Weights
 from tests.capture.test_verifiers import branching_trace, empty_trace, image_trace, record, reply, user
 from tests.support.plane_processes import wait_until
 

@@ -87,5 +87,5 @@ def test_inspect_draws_the_samples_of_a_frame(tmp_path: Path, capsys: pytest.Cap
     assert main([*words, "--cap", "512", "--trees"]) == 0 and "not computed twice" in capsys.readouterr().out
     assert "<svg" in (tmp_path / "a.svg").read_text()
     assert main(["inspect", str(tmp_path / "a.frame"), "--plot", str(tmp_path / "a.txt")]) == 1
-    assert "is no .svg or .png file; name one" in capsys.readouterr().err
+    assert "is not a .svg or .png file; use one of these suffixes" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "b.frame"), "--plot", str(tmp_path / "b.svg")]) == 1

@@ -10,9 +10,9 @@ import pytest
 
 from penstock.errors import InvalidInput
 from penstock.packing.denominators import Denominators
-from penstock.train.boundaries import checked_lengths
 from penstock.train.materialize import mask_segments
 from penstock.train.mrope import mrope_positions
+from penstock.train.tensors import checked_lengths
 
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
@@ -33,7 +33,7 @@ TAKERS: dict[str, Callable[[Any], Any]] = {
 WRONG = {
     "a row of lengths": (torch.tensor([[2, 3]]), r"shape \[1, 2\]; must be \[segments\]"),
     "one number": (torch.tensor(5), r"shape \[\]"),
-    "fractions": (torch.tensor([2.0, 3.0]), "must be whole numbers"),
+    "fractions": (torch.tensor([2.0, 3.0]), "must be integers"),
     "an empty segment": (torch.tensor([2, 0, 3]), r"sequence_lengths\[1\]: 0; every segment has at least one token"),
     "a negative segment": (torch.tensor([6, -1]), r"sequence_lengths\[1\]: -1"),
 }
@@ -91,7 +91,7 @@ def test_a_loss_refuses_logprobs_that_only_broadcast(loss: Any) -> None:
 
 def test_a_loss_over_no_token_of_a_step_that_has_some_is_an_error() -> None:
     nothing = torch.zeros(0, 9)  # what indexing rows instead of tokens gives
-    with pytest.raises(InvalidInput, match=r"shape \[0, 9\], no token, of a step that trains 4"):
+    with pytest.raises(InvalidInput, match=r"shape \[0, 9\], no tokens, in a step that trains 4"):
         Terms(loss=nothing, trainer_logprobs=nothing).mean(Denominators(loss_tokens=4))
     assert Terms(loss=nothing, trainer_logprobs=nothing).mean(Denominators(loss_tokens=0)).item() == 0.0
 

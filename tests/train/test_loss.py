@@ -225,7 +225,7 @@ def test_a_loss_of_a_step_that_counts_no_token_is_an_error_not_zero() -> None:
     for loss, name in ((Dppo(), "loss"), (ByMode(), "rl")):
         terms = loss(columns, torch.tensor([-0.1], requires_grad=True))
         with pytest.raises(
-            InvalidInput, match=f"terms.{name}: not 0, and the step's denominators count no {name} token"
+            InvalidInput, match=f"terms.{name}: not 0, but the step's denominators count no {name} token"
         ):
             terms.mean(Denominators())
 

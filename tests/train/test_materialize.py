@@ -19,8 +19,7 @@ from penstock.assets.decode import decode_rgb
 from penstock.assets.urls import path_of
 from penstock.errors import AssetError, ConfigError, CorruptAsset, IncompatibleAsset, InvalidInput, MissingAsset
 from penstock.testing.reference_images import draw_screenshot, reference_patches
-from penstock.train.image_policies import Fail, MaskSample
-from penstock.train.materialize import Materializer, check_image_tokens, mask_segments, sum_metrics
+from penstock.train.materialize import Fail, MaskSample, Materializer, check_image_tokens, mask_segments, sum_metrics
 
 LAYOUT = Layout(
     family="small", patch=4, min_pixels=16 * 16, max_pixels=96 * 96, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2)
@@ -201,7 +200,7 @@ def test_another_layout_on_the_rank_is_an_error_under_every_policy(store: AssetS
     for policy in (Fail(), MaskSample(max_fraction=0.5)):
         with (
             Materializer(store, QWEN3_VL, policy=policy) as materializer,
-            pytest.raises(IncompatibleAsset, match="give both sides one layout") as caught,
+            pytest.raises(IncompatibleAsset, match="use the same layout on both sides") as caught,
         ):
             materializer.materialize(spans, lengths)
         assert caught.value.error_type == "raw_mm_grid_mismatch"

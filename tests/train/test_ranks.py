@@ -25,7 +25,7 @@ from penstock.errors import MissingAsset, StepAborted
 from penstock.packing import Packing
 from penstock.plane import Target
 from penstock.train import agree, checkpoint
-from penstock.train.published_weights import Weights
+from penstock.train.checkpoint import Weights
 from penstock.train.run_config import OptimizerConfig, TrainConfig
 from penstock.train.trainer import Trainer, train
 from tests.train.ranks import CONTEXT, meet_at, meeting_port, run_ranks

@@ -21,8 +21,8 @@ from penstock.errors import CorruptFile, InvalidInput
 from penstock.packing import MicroBatch, Packing
 from penstock.plane import Target
 from penstock.train import checkpoint
+from penstock.train.checkpoint import Weights
 from penstock.train.model import check_vocabulary
-from penstock.train.published_weights import Weights
 from penstock.train.run_config import FakeConfig, OptimizerConfig, TaskConfig, TrainConfig
 from penstock.train.terms import Terms
 from penstock.train.trainer import Trainer, train

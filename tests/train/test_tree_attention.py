@@ -15,9 +15,8 @@ from penstock.errors import ConfigError, InvalidInput
 from penstock.packing.forest import Forest, grow
 from penstock.train import tree_attention as fast
 from penstock.train.attention import packed_attention
-from penstock.train.model import build_model
+from penstock.train.model import build_model, check_trees
 from penstock.train.run_config import ModelConfig
-from penstock.train.tree_check import check_trees
 from tests.train.test_attention import FAMILIES, TINY
 
 
@@ -116,7 +115,7 @@ LINEAR = {
         ("qwen3_next", {"head_dim": 8, **LINEAR}, "layer 0 is linear_attention, .* set packing.trees = false"),
         ("gemma2", {"head_dim": 8}, "soft-capped"),
         ("gpt_oss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}, "attention sinks"),
-        ("bloom", {}, "does not compute each token from its path, so set packing.trees = false"),
+        ("bloom", {}, "does not compute each token from its path: set packing.trees = false"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

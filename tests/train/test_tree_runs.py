@@ -19,12 +19,12 @@ from penstock.demo.tasks import make_task, model_of, standardized
 from penstock.errors import ConfigError
 from penstock.packing import Packing
 from penstock.plane import Target
+from penstock.train.checkpoint import Weights
 from penstock.train.loss import Sft
-from penstock.train.published_weights import Weights
 from penstock.train.run_config import OptimizerConfig, TaskConfig, TrainConfig
 from penstock.train.trainer import Trainer, train
 from penstock.view import Export, TokenExporter
-from penstock.view.batch_records import Snapshot
+from penstock.view.batch_records import BatchCopy
 
 ABOUT_THE_ROW = {"export_sequence_idx", "micro_step", "micro_sequence_idx", "micro_batch_digest"}
 """What an export says of where a sample was computed: another row than without trees."""
@@ -63,7 +63,7 @@ def run(folder: Path, *, trees: bool, steps: int = 3) -> None:
 
 
 def exported(folder: Path, step: int) -> dict[str, Any]:
-    return {record.facts["sample_id"]: record for record in Export(folder).step(step).records()}
+    return {record.fields["sample_id"]: record for record in Export(folder).step(step).records()}
 
 
 def test_a_run_with_trees_exports_and_learns_what_a_plain_run_does(tmp_path: Path) -> None:
@@ -74,8 +74,8 @@ def test_a_run_with_trees_exports_and_learns_what_a_plain_run_does(tmp_path: Pat
         assert plain.keys() == trees.keys() and len(plain) == 8
         for name, wanted in plain.items():
             found = trees[name]
-            assert found.facts.keys() == wanted.facts.keys()
-            assert {n for n, value in wanted.facts.items() if found.facts[n] != value} <= ABOUT_THE_ROW
+            assert found.fields.keys() == wanted.fields.keys()
+            assert {n for n, value in wanted.fields.items() if found.fields[n] != value} <= ABOUT_THE_ROW
             assert found.columns.keys() == wanted.columns.keys()
             for column, values in wanted.columns.items():
                 np.testing.assert_allclose(found.columns[column], values, rtol=0, atol=2e-5, err_msg=column)
@@ -107,8 +107,8 @@ def test_routed_experts_of_a_forest_are_exported_for_every_sample() -> None:
     (batch,) = ps.pack(samples, ranks=1, seq_len=256, trees=True).ranks[0]
     assert batch.forest is not None
     terms = Sft()(ps.to_torch(batch), torch.zeros(batch.num_tokens))
-    for record in Snapshot.of(batch, terms).records({}, None):
-        wanted = np.concatenate([experts, own[int(record.facts["sample_id"])]])
+    for record in BatchCopy.of(batch, terms).records({}, None):
+        wanted = np.concatenate([experts, own[int(record.fields["sample_id"])]])
         assert np.array_equal(record.columns["routed_experts"], wanted)
 
 
@@ -119,7 +119,7 @@ def test_a_trainer_without_trees_refuses_forests_before_it_trains(tmp_path: Path
     trainer = Trainer(
         TrainConfig(folder=str(tmp_path), packing=Packing(ranks=1, seq_len=64), model=model_of("reverse")), 0
     )
-    with pytest.raises(ConfigError, match=r"packing\.trees: false, and the plane sends samples that share tokens"):
+    with pytest.raises(ConfigError, match=r"packing\.trees: false, but the plane sends samples that share tokens"):
         trainer._prepare(batch)
     trainer.close()
 

@@ -62,7 +62,7 @@ def test_a_model_without_eyes_refuses_images(tmp_path: Path) -> None:
     config = TrainConfig(folder=str(tmp_path), packing=ONE_RANK, model=model_of("reverse"))
     span = ImageSpan(hash="0" * 64, grid=(1, 4, 4), offset=1, length=4)
     sample = Sample(id="i", token_ids=[0] * 12, images=[span])
-    refused = pytest.raises(InvalidInput, match=r"sample 'i': has an image, and the model \(qwen3\) takes none")
+    refused = pytest.raises(InvalidInput, match=r"sample 'i': has an image, but the model \(qwen3\) accepts none")
     with closing(Trainer(config, rank=0)) as blind, refused:
         blind._prepare(batch_of(sample))
 

@@ -14,7 +14,7 @@ from penstock.assets import AssetStore
 from penstock.testing.reference_images import draw_screenshot
 from penstock.view import Export
 from penstock.view.library import Library
-from penstock.view.run_state import at_work
+from penstock.view.run_files import at_work
 from penstock.view.vocabulary import open_vocabulary
 from penstock.view.web import serving
 from tests.support.browser import browsing, find_chromium

@@ -26,7 +26,7 @@ from penstock.view.diff import compare
 from penstock.view.jsonl import Jsonl
 from penstock.view.library import Library
 from penstock.view.parquet import ParquetFile
-from penstock.view.record import COLUMNS, FACTS, OF_SAMPLE, TABLE, ExportColumn
+from penstock.view.record import COLUMNS, FIELDS, OF_SAMPLE, TABLE, ExportColumn
 from penstock.view.step_files import Format
 from tests.support.exports import terms_of
 
@@ -72,7 +72,7 @@ def test_the_export_has_every_column_of_the_table_and_every_term() -> None:
         *(column.name for column in GIVEN if column.per != "sample"),
     }
     assert {column.name for column in OF_SAMPLE.values()} == {c.name for c in GIVEN if c.per == "sample"}
-    assert set(OF_SAMPLE) <= set(FACTS)
+    assert set(OF_SAMPLE) <= set(FIELDS)
     per_token = {field.name for field in dataclasses.fields(Terms)} - {"parts", "rules", "trained"}
     assert {c.attribute for c in TABLE if c.source == "terms"} == per_token
 
@@ -117,7 +117,7 @@ def test_values_of_another_shape_are_a_difference(tmp_path: Path) -> None:
 def test_the_viewer_is_sent_every_column(tmp_path: Path) -> None:
     library = Library(exports={"x": export(tmp_path, batch_with_everything())})
     record = json.loads(bytes(library.sample("x", "", 1, 0)["record"]))
-    assert set(COLUMNS) | set(FACTS) == set(record)
+    assert set(COLUMNS) | set(FIELDS) == set(record)
     assert record["routed_experts"][1] == [[7, 8], [9, 10], [11, 12]]
 
 

@@ -30,7 +30,7 @@ def test_the_tokens_of_a_group_in_quarantine_are_shown_and_those_freeing_are_not
     record = msgspec.json.decode(bytes(shown["record"]))
     assert record["token_ids"] == [1, 2, 7, 8] and record["sample_id"] == "odd/0"
     for name in ("old-1", "first", "nobody"):
-        with pytest.raises(UnknownKey, match=f"group '{name}': its frame is not kept"):
+        with pytest.raises(UnknownKey, match=f"group '{name}': its frame is not stored"):
             library.dropped_group("run", "", name)
 
 

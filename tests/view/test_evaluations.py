@@ -12,10 +12,10 @@ import pytest
 import penstock as ps
 from penstock.cli import main
 from penstock.errors import InvalidInput, UnknownKey
-from penstock.view.evaluation_runs import EVALUATION
 from penstock.view.library import Library
+from penstock.view.plane_groups import EVALUATION
 from penstock.view.reader import Export
-from penstock.view.skipped import Skipped
+from penstock.view.record import Skipped
 from tests.support.exports import make_export
 
 
@@ -47,14 +47,14 @@ def test_evaluation_groups_are_a_run_of_their_own_with_a_step_for_each_version(f
     assert export.runs == [EVALUATION]
     assert [step.number for step in export.steps(EVALUATION)] == [3, 7]
     records = list(export.step(3, EVALUATION).records())
-    assert [record.facts["sample_id"] for record in records] == ["a-3/0", "a-3/1", "b-3/0"]
+    assert [record.fields["sample_id"] for record in records] == ["a-3/0", "a-3/1", "b-3/0"]
     first = records[0]
     assert first.columns["token_ids"].tolist() == [1, 2, 3, 4, 5]
     assert first.columns["loss_mask"].tolist() == [False, False, True, True, True]
     assert np.isnan(first.columns["inference_logprobs"][:2]).all()
     assert first.columns["inference_logprobs"][2:].tolist() == [-0.5, -0.25, -1.0]
     assert "trainer_logprobs" not in first.columns and "advantages" not in first.columns
-    assert {name: first.facts[name] for name in ("step", "policy_version", "env_name", "group_id")} == {
+    assert {name: first.fields[name] for name in ("step", "policy_version", "env_name", "group_id")} == {
         "step": 3, "policy_version": 3, "env_name": "math", "group_id": "a-3",
     }  # fmt: skip
 

@@ -28,8 +28,8 @@ def test_a_record_has_the_documented_fields_in_order(tmp_path: Path) -> None:
     one = sample("s1", 8, group="g", prompt="sum 17", env="math", policy_version=5, **more)
     export(tmp_path, batch_of(one))
     (line,) = lines_of(tmp_path)
-    facts = {name: line[name] for name in list(line)[:19]}
-    assert facts == {
+    fields = {name: line[name] for name in list(line)[:19]}
+    assert fields == {
         "schema_version": 1,
         "step": 1,
         "export_step": 1,
@@ -116,7 +116,7 @@ def test_a_dummy_counts_as_a_micro_step_and_writes_nothing(tmp_path: Path) -> No
 def test_floats_read_back_bit_for_bit_and_nothing_else_is_written(values: list[float]) -> None:
     array = np.array(values, np.float32)
     record = Record(
-        facts={"step": 1},
+        fields={"step": 1},
         columns={"token_ids": np.arange(len(values)), "loss_mask": np.ones(len(values), bool), "entropy": array},
     )
     line = encode_line(record)
@@ -131,7 +131,7 @@ def test_floats_read_back_bit_for_bit_and_nothing_else_is_written(values: list[f
 def test_floats_are_written_as_short_as_they_can_be() -> None:
     values = np.array([0.1, -0.3333333, 1e-30, 16777216, 0.0], np.float32)
     record = Record(
-        facts={"step": 1},
+        fields={"step": 1},
         columns={"token_ids": np.arange(5), "loss_mask": np.ones(5, bool), "entropy": values},
     )
     text = encode_line(record).split(b'"entropy":[')[1].split(b"]")[0].decode()

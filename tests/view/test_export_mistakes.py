@@ -54,7 +54,7 @@ def test_a_sample_whose_image_is_lost_is_not_exported_as_trained(tmp_path: Path,
             exporter.write(1, batch, loss(tensors, torch.full((batch.num_tokens,), -0.6)))
             assert number < 2
         exporter.close_step(1)
-    assert [record.facts["sample_id"] for record in Export(tmp_path).step(1).records()] == ["shown"]
+    assert [record.fields["sample_id"] for record in Export(tmp_path).step(1).records()] == ["shown"]
 
 
 def exported(folder: Path) -> Path:
@@ -110,7 +110,7 @@ def test_row_groups_are_bounded_by_the_bytes_of_images(tmp_path: Path) -> None:
     step = Export(tmp_path / "run").step(1)
     records = list(step.records())[:12]
     for record in records:
-        record.facts["images"] = [{"hash": ref.hash}]
+        record.fields["images"] = [{"hash": ref.hash}]
     records_to_parquet(records, tmp_path / "out.parquet", images=store, max_image_bytes=1 << 30)
     with parquet.ParquetFile(tmp_path / "out.parquet") as file:
         groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]

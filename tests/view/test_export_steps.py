@@ -117,8 +117,8 @@ def test_a_run_step_that_spans_trainer_steps_survives_a_restart_between_them(tmp
         exporter.write(5, second, terms_for(second), run_step=2)
         exporter.close_step(5, runs={"r": 2})
     records = list(Export(tmp_path).step(2, run="r").records())
-    assert [(record.facts["step"], record.label) for record in records] == [(4, "a"), (5, "b")]
-    assert [record.facts["export_step"] for record in records] == [2, 2]
+    assert [(record.fields["step"], record.label) for record in records] == [(4, "a"), (5, "b")]
+    assert [record.fields["export_step"] for record in records] == [2, 2]
     done = read_done(tmp_path / "r/token_exports/step_2", 0)
     assert done is not None and done.summary is not None and done.summary.records == 2
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.view import Export
-from penstock.view.skipped import Skipped
+from penstock.view.record import Skipped
 
 SCRIPT = '''
 import os, pathlib, shutil, signal, sys

@@ -24,7 +24,7 @@ def test_rollouts_of_a_prompt_stand_together_and_open_as_a_tree(at: Any, home: P
     assert page.text_content("#group-count").startswith("8 groups")
     page.click('[data-group="s3-g2"]')
     page.wait_for_selector(".tree .leaf")
-    own = [r for r in records(home) if r.facts["group_id"] == "s3-g2"]
+    own = [r for r in records(home) if r.fields["group_id"] == "s3-g2"]
     shown = page.eval_on_selector_all("tr.open .grid [data-sample]", "all => all.map(e => e.textContent)")
     assert sorted(shown) == sorted(record.label for record in own)
     assert page.locator(".tree details.shared").first.text_content().startswith(tuple("123456789"))
@@ -79,7 +79,7 @@ def test_the_table_sorts_filters_and_shows_any_column_and_the_address_keeps_it(a
     ]
     assert lengths == sorted(lengths, reverse=True) and len(lengths) == len(records(home))
     page.fill("#where", "reward=1 staleness>=2")
-    wanted = [r for r in records(home) if r.columns["rewards"][0] == 1 and r.facts["staleness"] >= 2]
+    wanted = [r for r in records(home) if r.columns["rewards"][0] == 1 and r.fields["staleness"] >= 2]
     assert page.text_content("#group-count") == f"{len(wanted)} samples"
     page.fill("#where", "reward=1 nonsense>2")
     assert page.eval_on_selector("#where", "e => e.validationMessage").startswith("nonsense>2: write NAME>=VALUE")

@@ -16,8 +16,7 @@ from penstock.view import Export
 from penstock.view.access import cookie_name
 from penstock.view.library import Library, is_run_folder, runs_of
 from penstock.view.live import Watch, parse_read
-from penstock.view.run_metrics import as_columns, rows_since
-from penstock.view.run_state import RunState, at_work, state_of
+from penstock.view.run_files import RunState, as_columns, at_work, rows_since, state_of
 from penstock.view.web import serving
 from tests.support.exports import make_export
 

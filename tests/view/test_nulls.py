@@ -135,7 +135,7 @@ def test_rewards_and_thresholds_that_are_no_numbers_are_null(tmp_path: Path, opt
     assert (json.loads(rule) if isinstance(rule, str) else rule) == {"kind": "dppo", "high": None, "low": None}
     assert rows["a"]["rewards"] in (None, [None] * 7) and rows["b"]["rewards"] == [1.0] * 7
     step = Export(tmp_path).step(1)
-    labels = {record.label: record.facts["rule"] for record in step.records()}
+    labels = {record.label: record.fields["rule"] for record in step.records()}
     assert labels["a"] == {"kind": "dppo", "high": None, "low": None}
     point = run_point(step)
     assert point["reward"]["count"] == 1 and point["reward"]["mean"] == 1.0

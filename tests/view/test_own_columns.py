@@ -26,7 +26,7 @@ from penstock.view.diff import compare
 from penstock.view.jsonl import Jsonl
 from penstock.view.library import Library
 from penstock.view.parquet import ParquetFile
-from penstock.view.record import COLUMNS, FACTS
+from penstock.view.record import COLUMNS, FIELDS
 from penstock.view.step_files import Format
 from tests.support.exports import terms_of
 
@@ -120,7 +120,7 @@ def test_what_is_exported_of_every_shape_is_what_the_micro_batch_has(
         for file_format in FORMATS:
             found = export(folder / f"{n}{file_format.suffix}", batch, file_format=file_format)
             for record in found.step(1).records():
-                segment = batch.segments.ids.index(record.facts["sample_id"])
+                segment = batch.segments.ids.index(record.fields["sample_id"])
                 start, count = int(batch.segments.offsets[segment]), int(batch.segments.lengths[segment])
                 for name in record.own:
                     expected = batch[name][start : start + count]
@@ -159,7 +159,7 @@ def test_two_exports_part_where_an_own_column_differs(tmp_path: Path) -> None:
 
 
 def test_names_in_a_record_a_batch_and_a_turn_are_reserved() -> None:
-    assert set(COLUMNS) | set(FACTS) <= RESERVED | set(TABLE)
+    assert set(COLUMNS) | set(FIELDS) <= RESERVED | set(TABLE)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from penstock.packing import pack
 from penstock.testing.reference_images import draw_screenshot
 from penstock.view import Export, Record, TokenExporter
 from penstock.view.parquet import ParquetFile, read_parquet, records_to_parquet
-from penstock.view.record import FACTS
+from penstock.view.record import FIELDS
 from penstock.view.upload import upload_records
 from tests.support.exports import Words, make_export, samples_of_step, terms_of
 
@@ -23,7 +23,7 @@ pq = pytest.importorskip("pyarrow.parquet")
 
 
 def same(a: Record, b: Record) -> bool:
-    if any(a.facts.get(name) != b.facts.get(name) for name in FACTS) or set(a.columns) != set(b.columns):
+    if any(a.fields.get(name) != b.fields.get(name) for name in FIELDS) or set(a.columns) != set(b.columns):
         return False
     return all(
         np.array_equal(a.columns[name], b.columns[name], equal_nan=a.columns[name].dtype.kind == "f")
@@ -101,13 +101,13 @@ def test_images_are_inlined_up_to_the_cap_and_the_store_is_untouched(run: Path, 
     small, large = (store.put(draw_screenshot(seed=i, width=32 * i, height=32)) for i in (1, 30))
     record = next(Export(run).step(1).records())
     hashes = [small.hash, large.hash, "0" * 64]
-    record.facts["images"] = [{"hash": digest, "offset": 0, "length": 1} for digest in hashes]
+    record.fields["images"] = [{"hash": digest, "offset": 0, "length": 1} for digest in hashes]
     before = {path: path.read_bytes() for path in (tmp_path / "assets").rglob("*.png")}
     out = tmp_path / "out.parquet"
     records_to_parquet([record], out, images=store, max_image_bytes=small.num_bytes)
     assert pq.read_table(out)["image_bytes"].to_pylist() == [[store.get(small.hash), None, None]]
     assert {path: path.read_bytes() for path in (tmp_path / "assets").rglob("*.png")} == before
-    assert [image["hash"] for image in next(read_parquet(out)).facts["images"]] == hashes
+    assert [image["hash"] for image in next(read_parquet(out)).fields["images"]] == hashes
 
 
 def test_an_upload_stores_the_file_and_removes_its_temporary_one(run: Path, tmp_path: Path) -> None:

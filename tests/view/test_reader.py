@@ -12,7 +12,7 @@ import pytest
 from penstock.cli import main
 from penstock.errors import InvalidInput, UnknownKey
 from penstock.view import Export, reader
-from penstock.view.skipped import Skipped
+from penstock.view.record import Skipped
 from penstock.view.tallies import tally
 from tests.support.exports import make_export
 

@@ -42,21 +42,21 @@ def test_search_filters_and_sorting_narrow_the_list(opened: Any, demo: Path) -> 
     opened.fill("#search", "")
     opened.select_option("#filter-env", "lookup")
     opened.select_option("#filter-rank", "1")
-    wanted = [r for r in rows if r.facts["env_name"] == "lookup" and r.facts["rank"] == 1]
+    wanted = [r for r in rows if r.fields["env_name"] == "lookup" and r.fields["rank"] == 1]
     assert opened.text_content("#count") == f"{len(wanted)} of {len(rows)} samples"
     opened.select_option("#filter-env", "")
     opened.select_option("#filter-rank", "")
     opened.select_option("#filter-mode", "opd")
     assert (
         opened.text_content("#count")
-        == f"{sum(r.facts['training_mode'] == 'opd' for r in rows)} of {len(rows)} samples"
+        == f"{sum(r.fields['training_mode'] == 'opd' for r in rows)} of {len(rows)} samples"
     )
     opened.select_option("#filter-mode", "")
     opened.fill("#filter-low", "1")
     assert opened.text_content("#count") == f"{sum(r.columns['rewards'][0] == 1 for r in rows)} of {len(rows)} samples"
     opened.fill("#filter-low", "")
     opened.fill("#filter-stale", "3")
-    assert opened.text_content("#count") == f"{sum(r.facts['staleness'] >= 3 for r in rows)} of {len(rows)} samples"
+    assert opened.text_content("#count") == f"{sum(r.fields['staleness'] >= 3 for r in rows)} of {len(rows)} samples"
     opened.fill("#filter-stale", "")
     opened.check("#only-masked")
     masked = [r for r in rows if "is_masked" in r.columns and r.columns["is_masked"].any()]
@@ -212,10 +212,10 @@ def test_the_step_page_and_the_run_page_draw_and_lead_on(opened: Any, demo: Path
     opened.click("#grid", position={"x": 100, "y": 50})
     opened.wait_for_selector("#rows .row")
     rank, micro = int(opened.input_value("#filter-rank")), int(opened.text_content("#micro").split()[1])
-    own = [r for r in records(demo) if (r.facts["rank"], r.facts["micro_step"]) == (rank, micro)]
+    own = [r for r in records(demo) if (r.fields["rank"], r.fields["micro_step"]) == (rank, micro)]
     assert own and opened.text_content("#count") == f"{len(own)} of {len(records(demo))} samples"
     opened.click("#micro")
-    assert opened.text_content("#count").startswith(f"{sum(r.facts['rank'] == rank for r in records(demo))} of")
+    assert opened.text_content("#count").startswith(f"{sum(r.fields['rank'] == rank for r in records(demo))} of")
     opened.select_option("#filter-rank", "")
     opened.click("#tab-run")
     opened.wait_for_selector(".curves canvas")

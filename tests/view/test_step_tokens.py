@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from penstock.errors import InvalidInput, UnknownKey
 from penstock.view import Export, Record
 from penstock.view.group_tree import branches
+from penstock.view.index import find
 from penstock.view.library import Library
 from penstock.view.masking_rules import RULES, judge
 from penstock.view.step_tokens import StepTokens
-from penstock.view.token_search import find
 from penstock.view.vocabulary import open_vocabulary
 from tests.support.exports import make_export
 

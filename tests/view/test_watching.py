@@ -19,7 +19,7 @@ from penstock.packing import pack
 from penstock.view import Export, TokenExporter
 from penstock.view.access import new_token
 from penstock.view.library import Library
-from penstock.view.run_state import at_work
+from penstock.view.run_files import at_work
 from penstock.view.web import listening, make_app, make_server, serving, static_files
 from tests.support.browser import keep_pictures, wait_until
 from tests.support.exports import make_export, terms_of
@@ -59,7 +59,7 @@ def test_a_demo_is_watched_from_its_first_second_to_its_end(page: Any, tmp_path:
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and rows[-1]["perf/memory_bytes"] > 1e7
     plane = [json.loads(line) for line in (tmp_path / "run" / "plane.jsonl").read_text().splitlines()]
     assert plane[-1]["step"] == 6 and plane[-1]["train/committed"] == 6 * 256
-    ids = [record.facts["sample_id"] for record in Export(tmp_path / "run").step(6).records()]
+    ids = [record.fields["sample_id"] for record in Export(tmp_path / "run").step(6).records()]
     assert all(re.fullmatch(r"s0-w[01]\.0-\d+-\d+/\d", name) for name in ids), "from the seed: runs can be compared"
     words = json.loads((tmp_path / "run" / "tokenizer.json").read_text())["model"]["vocab"]
     assert words["<bos>"] == 1 and words["a"] == 4

@@ -1,6 +1,6 @@
-"""What a training loop does with micro-batches: tensors, log-probabilities, losses, images, agreement of all ranks.
+"""Parts of a training loop: tensors, log-probabilities, losses, images, agreement between ranks.
 
-Everything here but `to_torch` is imported when it is used: it needs torch, `import penstock.train` does not.
+`import penstock.train` does not load torch. Everything but `to_torch` needs it and loads on first use.
 """
 
 from penstock.lazy import exports_of

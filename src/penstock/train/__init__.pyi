@@ -1,6 +1,6 @@
 from penstock.train.agreement import agree as agree
 from penstock.train.attention import register_attention as register_attention
-from penstock.train.image_policies import MaskSample as MaskSample
+from penstock.train.checkpoint import Weights as Weights
 from penstock.train.kept_ids import kept_of as kept_of
 from penstock.train.loader import as_it_is as as_it_is
 from penstock.train.loader import step_loader as step_loader
@@ -8,19 +8,20 @@ from penstock.train.logits import token_logprobs as token_logprobs
 from penstock.train.loss import Dppo as Dppo
 from penstock.train.loss import Loss as Loss
 from penstock.train.loss import measure_gap as measure_gap
+from penstock.train.materialize import MaskSample as MaskSample
 from penstock.train.materialize import Materializer as Materializer
 from penstock.train.materialize import check_image_tokens as check_image_tokens
 from penstock.train.materialize import mask_segments as mask_segments
 from penstock.train.metrics_sinks import check_installed as check_installed
 from penstock.train.model import build_model as build_model
 from penstock.train.model import check_packing as check_packing
+from penstock.train.model import check_trees as check_trees
 from penstock.train.model import check_vocabulary as check_vocabulary
 from penstock.train.model import forward as forward
 from penstock.train.model import row_logprobs as row_logprobs
 from penstock.train.modes import ByMode as ByMode
 from penstock.train.mrope import mrope_positions as mrope_positions
 from penstock.train.predictions import predictions_of as predictions_of
-from penstock.train.published_weights import Weights as Weights
 from penstock.train.run_config import PACKED_IMAGES as PACKED_IMAGES
 from penstock.train.run_config import LossConfig as LossConfig
 from penstock.train.run_config import ModelConfig as ModelConfig
@@ -40,4 +41,3 @@ from penstock.train.tensors import to_torch as to_torch
 from penstock.train.terms import Terms as Terms
 from penstock.train.trainer import Observer as Observer
 from penstock.train.trainer import train as train
-from penstock.train.tree_check import check_trees as check_trees

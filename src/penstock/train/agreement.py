@@ -1,14 +1,14 @@
-"""All ranks of a torch.distributed group go on together, or none does.
+"""Make all ranks of a torch.distributed group start a step together, or not at all.
 
-A rank that cannot take its step, or read an image of it, would leave the others waiting in the first collective of
-their backward pass, until that times out. Guarded, every rank says whether it is ready before anyone begins:
+If one rank cannot get its step, or cannot read an image, the others block in the first collective of their backward
+pass until it times out. `agree` makes every rank report whether it is ready before any of them starts:
 
     with agree(step=7):
         inputs = [to_torch(batch) for batch in source.step()]      whatever may fail on one rank alone
     ...                                                            here all ranks are ready
 
-One number per rank is reduced when all is well. When it is not, the ranks exchange what went wrong and all of them
-raise the same `StepAborted`; the group itself stays usable.
+On success this costs one all-reduce of one number. On failure the ranks exchange their errors and all raise the same
+`StepAborted`. The group stays usable.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ except ImportError as error:
 
 from penstock.errors import ConfigError, StepAborted
 
-_READY, _TOLD, _FAILED = 0, 1, 2
-"""Ready; stopped by what the plane or another rank said; failed itself, which is what the others want to hear."""
-_WORDS = 1000
-"""Bytes of an error's message that travel."""
+_READY, _STOPPED, _FAILED = 0, 1, 2
+"""Ready; stopped by the plane or another rank; failed itself. The largest wins: an own failure is the root cause."""
+_MESSAGE_BYTES = 1000
+"""Bytes of an error message that are exchanged."""
 
 
 @contextmanager
 def agree(group: Any = None, *, step: int = 0, timeout_s: float = 30.0) -> Iterator[None]:
-    """Run the block on every rank of `group` (default: all ranks), then go on only if it succeeded on all of them.
+    """Run the block on every rank of `group` (default: all ranks) and continue only if it succeeded on all of them.
 
-    Otherwise every rank raises `StepAborted` with the same words, which name the rank and its error. A rank that has
-    died, or says nothing for `timeout_s` after this one is done, raises it too; then the group cannot be used further.
-    Where there is one process only, the block's own error is raised.
+    Otherwise every rank raises `StepAborted` with the same message, which names the failed rank and its error. The same
+    happens if a rank has died or does not report within `timeout_s` after this one. The group is then unusable. With a
+    single process, the block's own error is raised.
 
-    The group must take CPU tensors: beside NCCL make one with `distributed.new_group(backend="gloo")`.
+    The group must accept CPU tensors. Next to NCCL, create one with `distributed.new_group(backend="gloo")`.
 
-    >>> with agree(step=1):  # one process: nobody to agree with
+    >>> with agree(step=1):  # one process: nothing to exchange
     ...     ready = True
     """
     members = _members(group)
@@ -58,18 +58,18 @@ def agree(group: Any = None, *, step: int = 0, timeout_s: float = 30.0) -> Itera
         except StepAborted:
             if isinstance(error, Exception):
                 raise
-        raise  # a single process, or Ctrl-C, of which the others now know
+        raise  # a single process; or Ctrl-C, after the other ranks were informed
     if len(members) > 1:
         _settle(None, group, members, step, timeout_s)
 
 
 def _members(group: Any) -> list[int]:
-    """The global ranks of a group; none outside torch.distributed."""
+    """Return the global ranks of a group, [] without torch.distributed."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return []
     if distributed.get_backend(group) == "nccl":
         raise ConfigError(
-            "agree: a group of backend 'nccl' takes no CPU tensors; give it a group of its own, made once with "
+            "agree: a group of backend 'nccl' does not accept CPU tensors; pass a group created once with "
             "distributed.new_group(backend='gloo')"
         )
     ranks: list[int] = distributed.get_process_group_ranks(group or distributed.group.WORLD)
@@ -77,11 +77,11 @@ def _members(group: Any) -> list[int]:
 
 
 def _settle(error: BaseException | None, group: Any, members: list[int], step: int, timeout_s: float) -> None:
-    """Exchange how it went; returns if all are ready."""
+    """Exchange the outcomes. Returns if all ranks are ready, raises otherwise."""
     where = f"step {step}" if step else "a guarded step"
-    state = _READY if error is None else _TOLD if isinstance(error, StepAborted) else _FAILED
+    state = _READY if error is None else _STOPPED if isinstance(error, StepAborted) else _FAILED
     flag = torch.tensor([state], dtype=torch.int32)
-    mine = _packed(state, "" if error is None else _words(error))
+    mine = _packed(state, "" if error is None else _message(error))
     reports = [torch.empty_like(mine) for _ in members]
     try:
         _wait(distributed.all_reduce(flag, distributed.ReduceOp.MAX, group=group, async_op=True), timeout_s)
@@ -90,34 +90,35 @@ def _settle(error: BaseException | None, group: Any, members: list[int], step: i
         _wait(distributed.all_gather(reports, mine, group=group, async_op=True), timeout_s)
     except RuntimeError as broken:
         if isinstance(error, StepAborted):
-            return  # the plane has said why; the caller raises that
+            return  # the caller raises the plane's reason, which explains more than a broken group
         raise StepAborted(
-            f"{where}: a rank of {members} is dead, or did not say in {timeout_s:g} s whether it is ready: "
-            f"{_brief(broken)}; see the logs of the ranks",
+            f"{where}: a rank of {members} died or did not report within {timeout_s:g} s: "
+            f"{_brief(broken)}; see the ranks' logs",
             step,
         ) from error or broken
-    # What a rank found itself explains more than what it was told; of several, the lowest rank's is everybody's.
+    # All ranks must raise the same error, so each picks it by the same rule: the largest state, then the lowest rank.
+    # States [0, 2, 2] of ranks 0 to 2 give rank 1.
     states = [int(report[0]) for report in reports]
     first = states.index(max(states))
-    words = bytes(reports[first][1:].tolist()).rstrip(b"\0").decode(errors="replace")
-    if states[first] == _TOLD:
-        raise StepAborted(words, step, error.rank if isinstance(error, StepAborted) else -1) from error
-    raise StepAborted(f"{where}: rank {members[first]}: {words}", step, members[first]) from error
+    message = bytes(reports[first][1:].tolist()).rstrip(b"\0").decode(errors="replace")
+    if states[first] == _STOPPED:
+        raise StepAborted(message, step, error.rank if isinstance(error, StepAborted) else -1) from error
+    raise StepAborted(f"{where}: rank {members[first]}: {message}", step, members[first]) from error
 
 
 def _brief(error: RuntimeError) -> str:
-    """Gloo's first sentence, without the place in its sources."""
+    """Return gloo's first sentence, without its source file and line."""
     return re.sub(r"^\[[^]]*\] ", "", str(error)).split(". ")[0].strip()
 
 
-def _words(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return str(error) if isinstance(error, StepAborted) else f"{type(error).__name__}: {error}"
 
 
-def _packed(state: int, words: str) -> torch.Tensor:
-    """A state and its words in a fixed number of bytes, so that they travel without pickle."""
-    data = bytes([state]) + words.encode(errors="replace")[:_WORDS]
-    return torch.frombuffer(bytearray(data.ljust(_WORDS + 1, b"\0")), dtype=torch.uint8)
+def _packed(state: int, message: str) -> torch.Tensor:
+    """Encode a state and a message in a fixed number of bytes: all_gather needs equal sizes, without pickle."""
+    data = bytes([state]) + message.encode(errors="replace")[:_MESSAGE_BYTES]
+    return torch.frombuffer(bytearray(data.ljust(_MESSAGE_BYTES + 1, b"\0")), dtype=torch.uint8)
 
 
 def _wait(work: Any, timeout_s: float) -> None:

@@ -1,10 +1,10 @@
-"""Attention within segments: in a packed row every sample sees itself and nothing else.
+"""Attention for packed rows: each sample attends to itself only.
 
-Hugging Face models are silently wrong on packed rows by default (log-probabilities off by 0.25). Here the row is cut
-at `sequence_lengths`, segments of about the same length are stacked into one causal attention call each, and the
-results are put back; padding a segment on its right changes nothing for a causal model. For 2,048 tokens in 32
-segments that is three times faster than a dense block-diagonal mask. Where samples share tokens, `segments` is a
-`Tree`, and each token sees its path: see `penstock.train.tree_attention`.
+Hugging Face models are silently wrong on packed rows by default (log-probabilities off by 0.25). This module cuts the
+row at `sequence_lengths`, stacks segments of similar length into one causal attention call each, and puts the results
+back. Padding a segment on the right changes nothing for a causal model. For 2,048 tokens in 32
+segments this is three times faster than a dense block-diagonal mask. Where samples share tokens, `segments` is a
+`Tree` and each token attends to its path: see `penstock.train.tree_attention`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ except ImportError as error:
     raise missing("penstock.train.attention", error) from None
 
 from penstock.errors import ConfigError, InvalidInput
-from penstock.train.boundaries import checked_lengths
-from penstock.train.buckets import Bucket, buckets_at
-from penstock.train.tree_attention import Tree, tree_attention
+from penstock.train.tensors import checked_lengths
+from penstock.train.tree_attention import Bucket, Tree, buckets_at, tree_attention
 
 NAME = "penstock_packed"
 _WITHOUT_MASKS: ContextVar[bool] = ContextVar("penstock_without_masks", default=False)
 
 
 def buckets_of(sequence_lengths: Any, num_tokens: int) -> list[Bucket]:
-    """The segments of a row, by length."""
+    """Group the segments of a row by length."""
     lengths = checked_lengths(sequence_lengths, num_tokens)
     return buckets_at(zip((lengths.cumsum() - lengths).tolist(), lengths.tolist(), strict=True))
 
@@ -62,6 +61,7 @@ def packed_attention(
     if isinstance(segments, Tree):
         return tree_attention(query[0], key[0], value[0], segments, scaling).transpose(0, 1)[None], None
     row = torch.empty_like(query[0].transpose(0, 1))
+    # Results are collected and written by one index_copy: autograd then records one scatter instead of one per bucket.
     parts = []
     for bucket in segments:
         q, k, v = (x[0].transpose(0, 1)[bucket.gather].transpose(1, 2) for x in (query, key, value))
@@ -72,7 +72,7 @@ def packed_attention(
 
 
 def _longest(query: Tensor, segments: list[Bucket] | Tree | None) -> int:
-    """Tokens of the longest sample in a row."""
+    """Return the number of tokens of the longest sample in a row."""
     if isinstance(segments, Tree):
         return segments.longest
     return int(query.shape[2]) if segments is None else max(bucket.gather.shape[1] for bucket in segments)
@@ -88,19 +88,19 @@ def _check_covered(query: Tensor, segments: list[Bucket] | Tree) -> None:
 
 
 def _refuse(more: dict[str, Any], longest: int) -> None:
-    """What a model asks of its attention and does not get here must not pass in silence."""
+    """Raise for attention features that packed rows do not support, instead of silently ignoring them."""
     window, softcap = more.get("sliding_window"), more.get("softcap")
     if softcap is not None:
         raise ConfigError(f"model: soft-capped attention (softcap={softcap}) is not supported on packed rows")
     if more.get("s_aux") is not None:
-        raise ConfigError("model: attention sinks (s_aux) are not supported on packed rows; train another model")
+        raise ConfigError("model: attention sinks (s_aux) are not supported on packed rows; use another model")
     if window is not None and longest > window:
         raise ConfigError(f"model: a sample of {longest} tokens with a sliding window of {window} is not supported")
 
 
 @contextmanager
 def without_masks() -> Iterator[None]:
-    """Here no mask is made: attention is given `segments`, and a mask would be T x T values that nobody reads."""
+    """Skip building attention masks. Attention receives `segments`; a mask would be T x T unused values."""
     token = _WITHOUT_MASKS.set(True)
     try:
         yield
@@ -109,9 +109,10 @@ def without_masks() -> Iterator[None]:
 
 
 def register_attention() -> str:
-    """Make the attention known to Hugging Face; its name, for `attn_implementation`.
+    """Register the attention with Hugging Face. Returns its name for `attn_implementation`.
 
-    For calls without segments its masks are those of sdpa."""
+    Calls without segments use the masks of sdpa.
+    """
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 

@@ -1,7 +1,7 @@
-"""A byte-bounded cache where each value is made once, however many threads ask for it at the same time.
+"""A least-recently-used cache bounded in bytes. Concurrent requests for a key compute its value once.
 
-The least recently used values go first. A failure is handed to everyone who waited for it and is not kept. A
-value larger than the whole cache is returned but not kept.
+A failure is raised in every thread that waited for it and is not cached. A value larger than the cache is returned but
+not cached.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 
 
 class ByteCache(Generic[Key, Value]):
-    """Values by key, at most `max_bytes` of them; 0 keeps nothing.
+    """Values by key, at most `max_bytes` in total. 0 caches nothing.
 
     >>> cache = ByteCache(max_bytes=10, size_of=len)
     >>> cache.get("a", lambda: b"12345678"), cache.get("a", lambda: b"never made"), cache.hits
@@ -35,12 +35,12 @@ class ByteCache(Generic[Key, Value]):
         self._kept: OrderedDict[Key, Value] = OrderedDict()
         self._making: dict[Key, Future[Value]] = {}
         self.num_bytes = 0
-        """Held now."""
+        """Bytes held now."""
         self.hits = 0
-        """Answers that made nothing: kept values, and values another thread was making."""
+        """Requests that computed nothing: the value was cached, or another thread was computing it."""
 
     def get(self, key: Key, make: Callable[[], Value]) -> Value:
-        """The value of `key`, made by the first to ask."""
+        """Return the value of `key`. The first caller computes it with `make`."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -52,11 +52,11 @@ class ByteCache(Generic[Key, Value]):
             else:
                 self.hits += 1
         if making is not None:
-            return making.result()
+            return making.result()  # outside the lock: other keys must not wait for this one
         return self._make(key, make, mine)
 
     def clear(self) -> None:
-        """Let go of every kept value."""
+        """Drop all values."""
         with self._lock:
             self._kept.clear()
             self.num_bytes = 0

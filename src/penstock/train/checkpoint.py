@@ -1,15 +1,20 @@
-"""Checkpoints that carry the data cursor: weights, optimizer and step, written as tensors and JSON, never pickled.
+"""Weights on disk: checkpoints that carry the data cursor, and versions published for rollout workers.
 
     checkpoints/step_00000060/model.safetensors
                               optimizer.safetensors     two moments and a count per parameter
-                              state.json                the step, and what it was trained with
+                              state.json                the step and the format version
+    weights/v00000060.safetensors                       published
 
-A checkpoint appears whole (write to a dot-folder, sync, rename). To resume, ask the plane for the step after it.
+Files are tensors and JSON, never pickles. Each is written under a temporary name, synced and renamed, so a reader sees
+a complete one or none. To resume, ask the plane for the step after the checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,17 +26,18 @@ from penstock.atomic import beside, rename, sync
 from penstock.errors import CorruptFile
 
 _PREFIX = "step_"
+_VERSION = re.compile(r"v(\d{8})\.safetensors")
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole tensor, of which this rank may hold a part; all ranks must call this together."""
+    """Gather a tensor that may be sharded over ranks. Collective: all ranks must call it."""
     gather = getattr(tensor, "full_tensor", None)
     whole: Tensor = tensor if gather is None else gather()
     return whole.detach()
 
 
 def like(whole: Tensor, part: Tensor) -> Tensor:
-    """The whole tensor, cut as `part` is."""
+    """Shard a full tensor the way `part` is sharded."""
     placements = getattr(part, "placements", None)
     if placements is None:
         return whole
@@ -41,7 +47,7 @@ def like(whole: Tensor, part: Tensor) -> Tensor:
 
 
 def model_state(model: Any) -> dict[str, Tensor]:
-    """Whole weights by name; tied ones once."""
+    """Return the full weights by name. Tied weights appear once: safetensors rejects shared memory."""
     seen: set[int] = set()
     state = {}
     for name, parameter in model.named_parameters():
@@ -55,7 +61,9 @@ def load_model_state(model: Any, state: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name not in state or state[name].shape != parameter.shape:
-                raise CorruptFile(f"checkpoint: {name} is missing or of another shape; it is of another model")
+                raise CorruptFile(
+                    f"checkpoint: {name} is missing or has another shape; the checkpoint is of another model"
+                )
             parameter.copy_(like(state[name], parameter))
 
 
@@ -78,7 +86,7 @@ def load_optimizer_state(model: Any, optimizer: torch.optim.Optimizer, state: di
 
 
 def save(folder: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, *, writes: bool, keep: int = 3) -> None:
-    """Write a checkpoint; every rank calls this, one of them writes."""
+    """Write a checkpoint. All ranks call this, because gathering is collective; the one with `writes` writes."""
     from safetensors.torch import save_file
 
     weights, moments = model_state(model), optimizer_state(model, optimizer)
@@ -100,7 +108,7 @@ def save(folder: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, 
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, ascending."""
+    """List the steps of the checkpoints in a folder, ascending."""
     if not folder.is_dir():
         return []
     names = [path.name.removeprefix(_PREFIX) for path in folder.iterdir() if path.name.startswith(_PREFIX)]
@@ -114,3 +122,47 @@ def restore(folder: Path, step: int, model: Any, optimizer: torch.optim.Optimize
     path = folder / f"{_PREFIX}{step:08d}"
     load_model_state(model, load_file(path / "model.safetensors"))
     load_optimizer_state(model, optimizer, load_file(path / "optimizer.safetensors"))
+
+
+class Weights:
+    """A folder of published weights. The trainer publishes versions, rollout workers load the latest."""
+
+    def __init__(self, folder: str | Path, *, keep: int = 4) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._keep = keep
+
+    def publish(self, version: int, state: dict[str, Any]) -> Path:
+        """Write a version. Removes old ones but keeps the last few, which workers may be reading."""
+        from safetensors.torch import save_file
+
+        path = self.folder / f"v{version:08d}.safetensors"
+        part = beside(path)
+        save_file({name: tensor.detach().contiguous().clone() for name, tensor in state.items()}, part)
+        sync(part)
+        rename(part, path)
+        for old in self.versions()[: -self._keep]:
+            with contextlib.suppress(FileNotFoundError):
+                self._path(old).unlink()
+        return path
+
+    def versions(self) -> list[int]:
+        found = (_VERSION.fullmatch(name) for name in os.listdir(self.folder))  # noqa: PTH208
+        return sorted(int(match[1]) for match in found if match)
+
+    def latest(self) -> int:
+        """Return the newest version, -1 if there is none."""
+        return max(self.versions(), default=-1)
+
+    def load(self, version: int) -> dict[str, Any] | None:
+        """Load the weights of a version, None if it was removed in the meantime."""
+        from safetensors.torch import load_file
+
+        try:
+            state: dict[str, Any] = load_file(self._path(version))
+        except FileNotFoundError:
+            return None
+        return state
+
+    def _path(self, version: int) -> Path:
+        return self.folder / f"v{version:08d}.safetensors"

@@ -14,7 +14,7 @@ from penstock.train.run_config import TrainConfig
 
 
 class FakeSource:
-    """Takes the place of a `Source`: every step has `micro_batches` of `batch_size` full-length samples."""
+    """A stand-in for `Source`. Every step has `micro_batches` of `batch_size` full-length samples."""
 
     def __init__(self, config: TrainConfig, rank: int, vocabulary: int) -> None:
         assert config.fake is not None
@@ -52,10 +52,10 @@ class FakeSource:
         )
 
     def commit(self, step: SourceStep, *, policy_version: int | None = None) -> None:
-        """Nobody waits for it."""
+        """Does nothing: there is no plane."""
 
     def report(self, step: SourceStep, *, priorities: Mapping[str, float] | None = None) -> None:
-        """Nobody reads it."""
+        """Does nothing: there is no plane."""
 
     def flush(self) -> None:
         return None

@@ -1,7 +1,7 @@
-"""Steps of a source through torch's `DataLoader`, for trainers that want one: each item is one step, complete.
+"""A torch `DataLoader` over the steps of a source, for trainers that require one. Each item is a complete step.
 
-The loader adds nothing but its interface. The source asks ahead and fills micro-batches on threads of its own, so
-there are no workers; and a step stays a step: its denominators go with it.
+The loader adds only its interface. The source already prefetches and fills micro-batches on its own threads, so there
+are no workers. A step stays one item, because its denominators belong to all of its micro-batches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Steps(IterableDataset):  # type: ignore[misc]
-    """The steps of a source, from the next one on."""
+    """The steps of a source, starting with the next one."""
 
     def __init__(self, source: Source, timeout: float | None = None) -> None:
         self.source, self.timeout = source, timeout
@@ -33,19 +33,19 @@ class Steps(IterableDataset):  # type: ignore[misc]
     def __iter__(self) -> Iterator[SourceStep]:
         if get_worker_info() is not None:
             raise InvalidInput(
-                "DataLoader: num_workers above 0; a source is used by one process and asks ahead by itself: "
+                "DataLoader: num_workers above 0; a source belongs to one process and prefetches by itself; "
                 "leave num_workers at 0"
             )
         return self.source.steps(timeout=self.timeout)
 
 
 def as_it_is(step: T) -> T:
-    """The collate function that changes nothing."""
+    """A collate function that returns its argument."""
     return step
 
 
 def step_loader(source: Source, *, timeout: float | None = None, **settings: Any) -> DataLoader:
-    """A `DataLoader` whose items are the steps of a source. `settings` go to the loader.
+    """Make a `DataLoader` whose items are the steps of a source. `settings` are passed to the loader.
 
     Commit each step to the source after its optimizer step, as without a loader.
     """

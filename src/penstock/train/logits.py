@@ -1,15 +1,18 @@
-"""Log-probabilities and entropy of the tokens of a micro-batch, from its logits, without a float32 copy of them.
+"""Compute log-probabilities and entropy of a micro-batch's tokens from its logits, without a float32 copy of them.
 
 The logits of a token predict the next one. Within a packed row the next token may belong to another sample, so the
-shift is per segment: the first token of every sample has no prediction and takes that of a model that knows nothing,
-log(1/V), with entropy log(V). It is never trained, so the value only fills the place.
+shift is per segment: the first token of every sample has no prediction and gets that of a uniform model, log(1/V)
+with entropy log(V). It is never trained, so the value is only a filler:
 
-In a forest the logits of one place predict the next token of every sample that passes there: `predictions` says which
-row of the logits is whose, and what is the same for several samples is computed once.
+    tokens            a b c | x y         lengths [3, 2]
+    predicted by      - a b | -  x        row r - 1 of the logits predicts token r, except where a segment starts
+
+In a forest the logits of one place predict the next token of every sample that passes through it. `predictions` maps
+rows of logits to tokens, and a prediction shared by several samples is computed once.
 
 Logits are the largest tensor of a training step (8,192 tokens x 151,936 ids in bfloat16 are 2.5 GB; one float32 copy
-is another 5 GB, and a log-softmax keeps a third for its backward pass). Here chunks of tokens are widened one after
-the other, and the backward pass computes the softmax again instead of keeping it.
+is another 5 GB, and a log-softmax keeps a third for its backward pass). This module widens one chunk of
+tokens at a time, and the backward pass recomputes the softmax instead of storing it.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ except ImportError as error:
     raise missing("penstock.train.logits", error) from None
 
 from penstock.errors import InvalidInput
-from penstock.train.boundaries import checked_lengths
 from penstock.train.kept_ids import Kept, lowest
 from penstock.train.predictions import Predictions
+from penstock.train.tensors import checked_lengths
 
 CHUNK = 1024
 """Tokens widened to float32 at a time."""
@@ -43,17 +46,17 @@ def token_logprobs(
     predictions: Predictions | None = None,
     chunk: int = CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy of every token, both of the shape of `token_ids`, in float32.
+    """Return log-probability and entropy of every token, both in the shape of `token_ids`, in float32.
 
-    Logits are [T, V], or [1, T, V] as models give them; token ids and temperatures are [T] or [1, T]. Logits are
-    divided by the temperature each token was sampled with. Both results can be differentiated.
+    Logits are [T, V], or [1, T, V] as models return them; token ids and temperatures are [T] or [1, T]. Logits are
+    divided by the temperature each token was sampled with. Both results are differentiable.
 
     `kept` has the ids that the sampler kept for each token (top-p, top-k, min-p) as values [N] and offsets [T + 1];
-    both results are then those of the distribution over these ids, as the sampler's are. `kept_of(tensors)` finds
-    them. A token with an empty set was drawn from all ids.
+    both results then refer to the distribution over these ids, as the sampler's do. `kept_of(tensors)` returns them. A
+    token with an empty set was drawn from all ids.
 
-    `predictions` are those of a micro-batch with a forest (`predictions_of(tensors)`): logits are then [R, V], of the
-    places it names, and tokens that are not predicted take what first tokens do.
+    `predictions` describe a micro-batch with a forest (`predictions_of(tensors)`). Logits are then [R, V], for the
+    places it names, and tokens without a prediction get the filler of first tokens.
 
     >>> logits = torch.zeros(1, 4, 8)
     >>> logprobs, entropy = token_logprobs(logits, torch.tensor([3, 1, 5, 2]), torch.tensor([2, 2]))
@@ -92,7 +95,7 @@ def _of_forest(
     predictions: Predictions,
     chunk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is predicted, each distribution once; then to every token that it is for."""
+    """Compute each distinct prediction once, then copy it to every token it applies to."""
     once = predictions.tokens
     found = _Chunked.apply(
         logits,
@@ -105,14 +108,16 @@ def _of_forest(
     )
     unknown = math.log(logits.shape[-1])
     logprobs, entropy = (
-        torch.cat([one, one.new_full((1,), rest)])[predictions.spread]  # -1 is the last
+        torch.cat([one, one.new_full((1,), rest)])[
+            predictions.spread
+        ]  # -1, "no prediction", indexes the appended filler
         for one, rest in zip(found, (-unknown, unknown), strict=True)
     )
     return logprobs, entropy
 
 
 def starts_of(sequence_lengths: torch.Tensor) -> torch.Tensor:
-    """[T] True on the first token of every segment, padding included.
+    """Return [T] flags, True on the first token of every segment, padding included.
 
     >>> starts_of(torch.tensor([3, 1, 2])).int().tolist()
     [1, 0, 0, 1, 1, 0]
@@ -124,7 +129,7 @@ def starts_of(sequence_lengths: torch.Tensor) -> torch.Tensor:
 
 
 class _Chunked(torch.autograd.Function):  # type: ignore[misc]
-    """Row r - 1 of the logits predicts token r, unless r starts a segment; token 0 always does. Or `rows` says it."""
+    """Row r - 1 of the logits predicts token r unless r starts a segment, as token 0 does. With `rows`, row rows[r]."""
 
     @staticmethod
     def forward(
@@ -173,20 +178,21 @@ class _Chunked(torch.autograd.Function):  # type: ignore[misc]
 
 
 def chunks_of(count: int, chunk: int, rows: torch.Tensor | None = None) -> list[tuple[int, int]]:
-    """Tokens cut into chunks; without `rows`, which say what predicts each, token 0 has no prediction."""
+    """Cut tokens into (start, stop) chunks. Without `rows` token 0 is skipped: no logits precede it."""
     return [(a, min(a + chunk, count)) for a in range(int(rows is None), count, chunk)]
 
 
 def rows_of(logits: torch.Tensor, rows: torch.Tensor | None, a: int, b: int) -> torch.Tensor:
-    """The logits that predict tokens a to b: those before them, or those of `rows`."""
+    """Return the logits that predict tokens a to b: one row earlier, or the ones `rows` names."""
     return logits[a - 1 : b - 1] if rows is None else logits[rows[a:b]]
 
 
 def add_to_rows(out: torch.Tensor, rows: torch.Tensor | None, a: int, b: int, grad: torch.Tensor) -> None:
-    """The gradient of tokens a to b, added where their logits stand; one row may predict several tokens."""
+    """Write the gradient of tokens a to b to the rows of their logits."""
     if rows is None:
         out[a - 1 : b - 1] = grad
     else:
+        # Added, not assigned: one row may predict several tokens.
         out.index_add_(0, rows[a:b], grad.to(out.dtype))
 
 
@@ -199,13 +205,13 @@ def _predicted(
     b: int,
     wide: torch.dtype,
 ) -> torch.Tensor:
-    """What tokens a to b were drawn from: logits at their temperature, of the ids that were kept."""
+    """Return the logits tokens a to b were drawn from: at their temperature, over the kept ids."""
     z = widened(rows_of(logits, rows, a, b), scale, a, b, wide)
     return z if kept is None else kept.only(z, a, b)
 
 
 def widened(rows: torch.Tensor, scale: torch.Tensor | None, a: int, b: int, wide: torch.dtype) -> torch.Tensor:
-    """The rows of logits that predict tokens a to b, at least in float32, at the temperature of those tokens."""
-    # A vocabulary may be cut down with -inf; 0 * -inf would be NaN in the entropy, 0 * the smallest number is 0.
+    """Convert logits of tokens a to b to at least float32 and divide them by each token's temperature."""
+    # A vocabulary may be restricted with -inf. 0 * -inf would be NaN in the entropy, 0 * the smallest number is 0.
     z = rows.to(wide).clamp_min(lowest(wide))
     return z if scale is None else z * scale[a:b, None].to(wide)

@@ -1,11 +1,11 @@
-"""Losses over the tokens of a micro-batch: each masks, sums nothing, and returns what it did as `Terms`.
+"""Losses over the tokens of a micro-batch. Each returns per-token values and masks as `Terms` and sums nothing.
 
 With trainer log-probability t and sampler log-probability s of the same token, at the same temperature:
 
     log_ratio    t - s                      prob_delta   exp(t) - exp(s)
     ratio        exp(t - s)                 mismatch_kl  ratio - 1 - log_ratio      (k3, >= 0)
 
-A loss is a small frozen object with its thresholds in it, called with the tensors of `to_torch`:
+A loss is a small frozen object that holds its thresholds. Call it with the tensors of `to_torch`:
 
     terms = Dppo()(tensors, trainer_logprobs, entropy)
     (terms.mean(step.denominators)).backward()
@@ -33,7 +33,7 @@ OPD_THRESHOLD = 0.2
 
 
 class Loss(Protocol):
-    """What every loss is: tensors by column name, and what the model gave for them, to terms."""
+    """The interface of a loss: tensors by column name and the model's outputs in, `Terms` out."""
 
     def __call__(
         self, columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, entropy: torch.Tensor | None = None
@@ -42,7 +42,7 @@ class Loss(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Gap:
-    """How far trainer and sampler are apart on each token; no gradient flows through these."""
+    """The difference between trainer and sampler on each token. Carries no gradient."""
 
     log_ratio: torch.Tensor
     ratio: torch.Tensor
@@ -52,7 +52,7 @@ class Gap:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def measure_gap(trainer_logprobs: torch.Tensor, logprobs: torch.Tensor) -> Gap:
-    """The gap on every token, context included.
+    """Measure the gap on every token, context included.
 
     >>> gap = measure_gap(torch.tensor([0.6]).log(), torch.tensor([0.3]).log())
     >>> [round(float(value), 4) for value in (gap.ratio, gap.prob_delta, gap.mismatch_kl)]
@@ -70,7 +70,7 @@ def measure_gap(trainer_logprobs: torch.Tensor, logprobs: torch.Tensor) -> Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Masks:
-    """Which trained tokens a rule takes out, and by which threshold."""
+    """The trained tokens a rule removes, and by which threshold."""
 
     masked: torch.Tensor
     masked_high: torch.Tensor
@@ -80,9 +80,9 @@ class Masks:
 def trust_region(
     loss_mask: torch.Tensor, signal: torch.Tensor, prob_delta: torch.Tensor, *, high: float, low: float
 ) -> Masks:
-    """DPPO's masks: a push up stops above `high`, a push down stops below `-low`; comparisons are strict.
+    """Compute DPPO's masks: raising a token stops above `high`, lowering it stops below `-low`. Comparisons are strict.
 
-    A signal of 0 or NaN takes the lower side, and is then counted in `masked` only: it has no direction.
+    A signal of 0 or NaN is tested against the lower threshold and counted in `masked` only: it has no direction.
     """
     up, above, below = signal > 0, prob_delta > high, prob_delta < -low
     return Masks(
@@ -94,7 +94,7 @@ def trust_region(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dppo:
-    """The default: the policy gradient, without tokens whose probability moved too far in the push's direction."""
+    """The default: policy gradient without tokens whose probability already moved too far in its direction."""
 
     high: float = 0.2
     """Masks tokens of positive advantage whose probability rose by more."""
@@ -103,7 +103,7 @@ class Dppo:
     adv_tau: float = 1.0
     """Weight of the advantage."""
     kl_tau: float = 1e-3
-    """Weight of log_ratio squared, which also holds the masked tokens back."""
+    """Weight of log_ratio squared, which also restrains masked tokens."""
 
     def __call__(
         self, columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, entropy: torch.Tensor | None = None
@@ -119,7 +119,7 @@ class Dppo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ipo:
-    """The policy gradient without tokens whose probability moved by more than a threshold, either way."""
+    """Policy gradient without tokens whose probability moved by more than a threshold in either direction."""
 
     threshold: float = 0.1
     adv_tau: float = 1.0
@@ -140,7 +140,7 @@ class Ipo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opd:
-    """On-policy distillation: the push is towards the teacher, `teacher - t`, in a trust region fixed at 0.2."""
+    """On-policy distillation: the signal points to the teacher, `teacher - t`, in a trust region fixed at 0.2."""
 
     kl_tau: float = 1e-3
 
@@ -157,7 +157,7 @@ class Opd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefKl:
-    """KL towards a reference, one-sided: only tokens that already fell by more than `low` are taken out."""
+    """KL towards a reference, one-sided: masks only tokens that already fell by more than `low`."""
 
     low: float = 0.2
     kl_tau: float = 1e-3
@@ -177,7 +177,7 @@ class RefKl:
 class PpoClip:
     """PPO's clipped objective; with `beta`, GRPO's, which adds the k3 KL towards `teacher_logprobs`.
 
-    A clipped token's loss is constant, so it has no gradient: those are the tokens reported as masked.
+    A clipped token has a constant loss and no gradient. These tokens are reported as masked.
     """
 
     low: float = 0.2
@@ -194,6 +194,7 @@ class PpoClip:
         high = mask & (advantages > 0) & (gap.ratio > 1 + self.high)
         low = mask & (advantages < 0) & (gap.ratio < 1 - self.low)
         masks = Masks(masked=high | low, masked_high=high, masked_low=low)
+        # A clipped token contributes a constant, so that the loss equals PPO's in value, not only in gradient.
         bound = torch.where(high, advantages * (1 + self.high), advantages * (1 - self.low))
         loss = _push(columns, trainer_logprobs, advantages, masks.masked, 0.0)
         loss = loss - torch.where(masks.masked, bound, 0.0)
@@ -229,17 +230,17 @@ def _gap(columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, wh
 
 
 def _check_shape(columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, who: str) -> None:
-    """Shapes that merely broadcast would train other tokens than meant, or none, without an error."""
+    """Raise if shapes differ. Shapes that broadcast would silently train the wrong tokens, or none."""
     mask = columns["loss_mask"]
     if trainer_logprobs.shape != mask.shape:
         raise InvalidInput(
-            f"{who}: trainer_logprobs {list(trainer_logprobs.shape)} for a loss_mask {list(mask.shape)}; give one "
-            "value per token in the shape of the columns, as token_logprobs does"
+            f"{who}: trainer_logprobs {list(trainer_logprobs.shape)} for a loss_mask {list(mask.shape)}; pass one "
+            "value per token in the shape of the columns, as token_logprobs returns them"
         )
 
 
 def need(columns: Mapping[str, torch.Tensor], name: str, who: str) -> torch.Tensor:
-    """A column that a loss cannot do without."""
+    """Return a required column, or raise with the columns there are."""
     try:
         return columns[name]
     except KeyError:
@@ -255,9 +256,9 @@ def _push(
     masked: torch.Tensor,
     kl_tau: float,
 ) -> torch.Tensor:
-    """-signal * ratio on tokens that are kept, plus kl_tau * log_ratio**2 on all that are trained.
+    """Return -signal * ratio on unmasked tokens plus kl_tau * log_ratio**2 on all trained tokens.
 
-    Values are taken out before `exp`, not after: a zero times an overflown ratio is NaN, in the gradient too.
+    Values are masked before `exp`, not after: 0 times an overflowed ratio is NaN, in the gradient too.
     """
     mask = columns["loss_mask"]
     log_ratio = torch.where(mask, trainer_logprobs - columns["logprobs"], 0.0)

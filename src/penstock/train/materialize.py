@@ -1,20 +1,24 @@
-"""Pixels on the rank that is about to train on them: each image decoded once, written straight into its slots.
+"""Load the pixels of a micro-batch on the rank that trains on it. Each image is decoded once.
 
     spans of a row -> unique hashes -> read, verify, decode, resize (threads, cached) -> one [rows, size] array
 
-What is cached is the resized image in bytes, an eighth of its patches; the floats exist only in the array that
-is handed out, so dropping that array frees them. Before anything is written, the grid found is compared with
-the descriptor, so a wrong number of patches cannot reach a model.
+The cache holds resized images as bytes, an eighth of the size of their patches. Floats exist only in the returned
+array, so dropping it frees them. Grids are compared with their descriptors before anything is written, so a wrong
+number of patches never reaches a model.
+
+A policy decides about samples with an unreadable image: fail the step, or mask the loss of that sample. It never masks
+the entire row and never continues silently, because training on blank images hides lost data.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,27 +34,83 @@ from penstock.errors import (
     InvalidInput,
     MissingAsset,
 )
-from penstock.train.boundaries import checked_lengths
 from penstock.train.byte_cache import ByteCache
-from penstock.train.image_policies import Fail, Policy
+from penstock.train.tensors import checked_lengths
+
+
+class Policy(Protocol):
+    """Decides about samples whose images are missing, truncated or have the wrong hash."""
+
+    def judge(self, num_samples: int, broken: Mapping[int, AssetError]) -> tuple[int, ...]:
+        """Return the samples to mask, or raise. `broken` are the affected ones of `num_samples` with images."""
+
+
+class Fail:
+    """Raise for any unreadable image. The default."""
+
+    def judge(self, num_samples: int, broken: Mapping[int, AssetError]) -> tuple[int, ...]:  # noqa: ARG002 - the protocol's
+        for error in broken.values():
+            raise error
+        return ()
+
+
+class MaskSample:
+    """Mask the loss of the affected samples, as long as they are few.
+
+    >>> policy = MaskSample(max_fraction=0.01)
+    >>> policy.judge(50, {3: AssetError("image gone")}), policy.masked, policy.seen
+    ((3,), 1, 50)
+    """
+
+    def __init__(self, *, max_fraction: float, over: int = 100) -> None:
+        """Allow at most `max_fraction` of all samples with images so far, counted as if at least `over` were seen.
+
+        Without `over`, one bad image among the first ten samples would exceed any reasonable fraction.
+        """
+        if not 0 < max_fraction < 1 or over < 1 or max_fraction * over < 1:
+            raise ConfigError(
+                f"max_fraction {max_fraction} over {over} samples: the fraction must be between 0 and 1 and allow one"
+            )
+        self._max_fraction = max_fraction
+        self._over = over
+        self._lock = threading.Lock()
+        self.seen = 0
+        """Samples with images so far."""
+        self.masked = 0
+        """Masked samples so far."""
+
+    def judge(self, num_samples: int, broken: Mapping[int, AssetError]) -> tuple[int, ...]:
+        with self._lock:
+            self.seen += num_samples
+            self.masked += len(broken)
+            seen, masked = self.seen, self.masked
+        if broken and masked > self._max_fraction * max(seen, self._over):
+            first = next(iter(broken.values()))
+            raise type(first)(
+                f"{masked} of {seen} samples with images have unreadable ones; the limit is a fraction of "
+                f"{self._max_fraction:g} over at least {self._over} samples. The last error: {first}",
+                error_type=first.error_type,
+                missing=first.missing,
+            ) from first
+        return tuple(sorted(broken))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """What one call did; `sum_metrics` adds up a step."""
+    """Counts of one call. `sum_metrics` adds up a step."""
 
     unique_images: int = 0
     slots: int = 0
-    """Places images were written to; the same image twice is two."""
+    """Positions images were written to. The same image twice counts twice."""
     placeholders: int = 0
-    """Slots left zero because their image could not be read."""
+    """Slots filled with zeros because their image could not be read."""
     masked_samples: int = 0
     cache_hits: int = 0
-    """Unique images that were not decoded again."""
+    """Unique images found in the cache."""
     bytes_read: int = 0
-    """Of image files."""
+    """Bytes of image files."""
     bytes_out: int = 0
-    """Of the array handed out."""
+    """Bytes of the returned array."""
     decode_s: float = 0.0
     """Seconds of reading, decoding and resizing, summed over threads."""
     wall_s: float = 0.0
@@ -65,7 +125,7 @@ class Materialized:
     image_grid_thw: NDArray[np.int64]
     """[images, 3]"""
     masked: tuple[int, ...]
-    """Segments with an unreadable image: give them no loss, see `mask_segments`."""
+    """Segments with an unreadable image. Remove them from the loss with `mask_segments`."""
     metrics: Metrics
 
 
@@ -77,7 +137,7 @@ class _Loaded:
 
 
 class Materializer:
-    """Turns the image spans of a row into patch rows. Keep one per rank; it may be called from many threads.
+    """Turns the image spans of a row into patch rows. Keep one per rank. Thread-safe.
 
     >>> import tempfile
     >>> from penstock.assets import QWEN3_VL, AssetStore, span
@@ -114,14 +174,14 @@ class Materializer:
         self.close()
 
     def close(self) -> None:
-        """Stop the threads and let go of every cached image."""
+        """Stop the threads and drop cached images."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._cache.clear()
 
     def materialize(
         self, images: Sequence[ImageSpan], sequence_lengths: Sequence[int] | NDArray[np.integer]
     ) -> Materialized:
-        """The patch rows of a row's images; spans in the row's token space, as a micro-batch carries them."""
+        """Return the patch rows of a row's images. Spans are in the row's token space, as in a micro-batch."""
         began = time.perf_counter()
         loaded, broken = self._load_all({image.hash for image in images})
         segments = _segments(images, sequence_lengths)
@@ -143,7 +203,7 @@ class Materializer:
         return Materialized(pixel_values=pixels, image_grid_thw=grids, masked=masked, metrics=metrics)
 
     def _load_all(self, hashes: Iterable[str]) -> tuple[dict[str, _Loaded], dict[str, AssetError]]:
-        """What could be read, and why the rest could not; errors that are no image's fault are raised."""
+        """Load images in parallel. Returns those loaded and the errors of the rest; other errors are raised."""
         jobs = {image: self._pool.submit(self._load, image) for image in sorted(hashes)}
         loaded: dict[str, _Loaded] = {}
         broken: dict[str, AssetError] = {}
@@ -168,7 +228,7 @@ class Materializer:
             read = len(data)
             try:
                 return self._processor.prepare(decode_rgb(data, self._store.limits, where=f"image {image}"))
-            except ImageRefused as error:  # stored under other limits than this reader's
+            except ImageRefused as error:  # it was stored under other limits than this reader's
                 raise CorruptAsset(str(error)) from None
 
         prepared = self._cache.get(image, make)
@@ -180,7 +240,7 @@ class Materializer:
             if found != image.grid or image.num_patches != image.length * image.merge**2:
                 raise IncompatibleAsset(
                     f"images[{i}] ({image.hash}): grid {image.grid} and {image.length} tokens in the descriptor, "
-                    f"grid {found} by this rank's processor; give both sides one layout",
+                    f"grid {found} by this rank's processor; use the same layout on both sides",
                     error_type="raw_mm_grid_mismatch",
                 )
         pixels = np.empty((sum(image.num_patches for image in images), self._processor.row_size), np.float32)
@@ -196,13 +256,14 @@ class Materializer:
 
 
 def _segments(images: Sequence[ImageSpan], sequence_lengths: Sequence[int] | NDArray[np.integer]) -> list[int]:
-    """Which segment each image lies in."""
+    """Return the segment of each image."""
     ends = np.cumsum(checked_lengths(sequence_lengths))
     total = int(ends[-1]) if len(ends) else 0
     if images and max(image.end for image in images) > total:
         raise InvalidInput(
-            f"images end at token {max(i.end for i in images)} of a row of {total}; pass its own lengths"
+            f"images end at token {max(i.end for i in images)} of a row of {total}; pass the lengths of this row"
         )
+    # Ends [3, 7], offsets [0, 2, 3]: segments [0, 0, 1]. side="right", because offset 3 begins the second segment.
     found: list[int] = np.searchsorted(ends, [image.offset for image in images], side="right").tolist()
     return found
 
@@ -210,7 +271,7 @@ def _segments(images: Sequence[ImageSpan], sequence_lengths: Sequence[int] | NDA
 def mask_segments(
     loss_mask: NDArray[np.bool_], sequence_lengths: Sequence[int] | NDArray[np.integer], masked: Sequence[int]
 ) -> NDArray[np.bool_]:
-    """The loss mask with the masked segments off, and nothing else changed.
+    """Return a copy of the loss mask with the masked segments off.
 
     >>> mask_segments(np.ones(5, np.bool_), [2, 3], [1]).tolist()
     [True, True, False, False, False]
@@ -223,19 +284,19 @@ def mask_segments(
 
 
 def check_image_tokens(token_ids: NDArray[np.integer], image_token_id: int, pixels: Materialized, merge: int) -> None:
-    """Raise unless the row has exactly one image token per merged patch; call it before the forward pass."""
+    """Raise unless the row has exactly one image token per merged patch. Call it before the forward pass."""
     tokens = int(np.count_nonzero(token_ids == image_token_id))
     features = len(pixels.pixel_values) // merge**2
     if tokens != features:
         raise InvalidInput(
             f"image token {image_token_id}: {tokens} in the row for {features} image features "
             f"(pixel_values {pixels.pixel_values.shape}, {len(pixels.image_grid_thw)} images, merge {merge}); "
-            "a sampled placeholder or another layout, drop the sample or align the layouts"
+            "the sampler emitted a placeholder or used another layout: drop the sample or align the layouts"
         )
 
 
 def sum_metrics(parts: Iterable[Metrics]) -> Metrics:
-    """The metrics of a step."""
+    """Add up the metrics of a step."""
     items = list(parts)
     fields = [field.name for field in dataclasses.fields(Metrics)]
     return Metrics(**{name: sum(getattr(item, name) for item in items) for name in fields})

@@ -1,7 +1,6 @@
-"""Metrics: one JSON line per step, always; TensorBoard, Weights & Biases and Prometheus where they are asked for.
+"""Write metrics: always one JSON line per step; optionally TensorBoard, Weights & Biases and Prometheus.
 
-Names keep apart what was generated (`gen/`), what waits (`buffer/`), what was trained (`train/`) and how fast
-(`perf/`).
+Prefixes separate generation (`gen/`), the buffer (`buffer/`), training (`train/`) and speed (`perf/`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """metrics.jsonl: appended to, one line per step, flushed each time."""
+    """Appends one line per step to metrics.jsonl and flushes it."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -55,7 +54,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of project "penstock"; with WANDB_MODE=offline it stays in the run's folder."""
+    """A run of project "penstock". With WANDB_MODE=offline it is stored in the run's folder."""
 
     def __init__(self, folder: Path, run: str) -> None:
         import wandb
@@ -70,7 +69,7 @@ class WeightsAndBiases:
 
 
 class Prometheus:
-    """The last step's numbers at http://HOST:PORT/metrics, as `penstock_train_reward` and the like."""
+    """Serves the last step's metrics at http://HOST:PORT/metrics, named like `penstock_train_reward`."""
 
     def __init__(self, address: str, run: str) -> None:
         self._run = run
@@ -79,7 +78,7 @@ class Prometheus:
         self.url = self._page.url
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._values = {"train/step": step, **values}  # replaced whole: a reader sees one step
+        self._values = {"train/step": step, **values}  # one assignment, so a reader never sees a mix of two steps
 
     def _text(self, values: dict[str, float]) -> str:
         return expose(
@@ -99,7 +98,7 @@ class MetricsFile:
     """Writes each step's metrics to every sink."""
 
     def __init__(self, folder: Path, run: str, extra: list[str], prometheus: str = "") -> None:
-        """`extra` names sinks beside the JSON lines; `prometheus` is the address of its page, empty for none."""
+        """`extra` names additional sinks. `prometheus` is the address of its page, "" for none."""
         check_installed(extra)
         self._sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
         try:
@@ -123,7 +122,7 @@ class MetricsFile:
 
 
 def check_installed(extra: list[str]) -> None:
-    """Raise for a sink whose package is missing, before a run has begun."""
+    """Raise if the package of a sink is missing. Called before a run starts."""
     for name in extra:
         if find_spec(name) is None:
             raise MissingExtra(f"metrics: {name!r} is not installed; {install(name)}")

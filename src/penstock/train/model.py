@@ -1,4 +1,4 @@
-"""Hugging Face models on packed rows: build one, run it segment by segment, prove that packing changes nothing."""
+"""Hugging Face models on packed rows: build one, run it, and verify that packing does not change its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ except ImportError as error:
 
 from penstock.arrays import TOPK, Ragged, arrays_in
 from penstock.errors import ConfigError, InvalidInput
-from penstock.packing import MicroBatch
+from penstock.packing import MicroBatch, grow, positions_of
 from penstock.train.attention import buckets_of, register_attention, without_masks
 from penstock.train.kept_ids import kept_of
 from penstock.train.logits import token_logprobs
@@ -29,13 +29,16 @@ from penstock.train.tensors import FOREST
 from penstock.train.tree_attention import tree_of
 
 ID_COLUMNS = ("token_ids", "sampling_mask", TOPK[0])
-"""Columns that hold ids of the vocabulary; those of named teachers begin with the last."""
+"""Columns that hold vocabulary ids. Columns of named teachers start with the last of these."""
 TOLERANCE = 1e-4
-"""Largest difference in log-probability between packed and unpacked rows that is still rounding."""
+"""Largest difference in log-probability between packed and unpacked rows that counts as rounding."""
+_PER_TOKEN = ("full_attention", "sliding_attention", "moe", "dense")
+"""Kinds of layers that mix tokens through attention alone. All others carry a state from token to token."""
+_OFF = "set packing.trees = false"
 
 
 def build_model(config: ModelConfig, *, seed: int = 0) -> Any:
-    """A causal language model (or an image-text one) from a folder or from scratch, with attention for packed rows."""
+    """Build a causal or image-text model from a folder or from scratch, with attention for packed rows."""
     import transformers
 
     name = register_attention()
@@ -63,9 +66,9 @@ def _config(transformers: Any, config: ModelConfig) -> Any:
 def forward(
     model: Any, tensors: dict[str, Tensor], extra: dict[str, Any] | None = None, *, places: Tensor | None = None
 ) -> Tensor:
-    """[1, T, vocabulary] logits of a packed row; of a forest [1, U, vocabulary], or those of `places` alone.
+    """Return the [1, T, vocabulary] logits of a packed row; of a forest [1, U, vocabulary], or only those of `places`.
 
-    `use_cache=False` and no attention mask: with either, the model would look across segments.
+    Passes `use_cache=False` and no attention mask: with either, the model would attend across segments.
     """
     tree = f"{FOREST}token_ids" in tensors
     ids, positions = (tensors[f"{FOREST if tree else ''}{name}"] for name in ("token_ids", "position_ids"))
@@ -95,9 +98,9 @@ def row_logprobs(
     needed: Tensor | None = None,
     never_sampled: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """[T] log-probability and entropy of every token of a packed row, at its temperature, over the ids that were kept.
+    """Return the [T] log-probability and entropy of every token of a packed row, at its temperature, over the kept ids.
 
-    In a forest only of tokens that are `needed`, where that is given. Ids of `never_sampled` have no probability.
+    In a forest, `needed` restricts this to some tokens. Ids in `never_sampled` get no probability.
     """
     predictions = places = None
     if f"{FOREST}index" in tensors:
@@ -117,10 +120,10 @@ def row_logprobs(
 
 
 def check_packing(model: Any, *, vocabulary: int, lengths: tuple[int, ...] = (5, 1, 9, 3)) -> float:
-    """The largest difference in log-probability between a packed row and its samples one by one.
+    """Return the largest difference in log-probability between a packed row and its samples run one by one.
 
-    Raises when it is more than rounding: the model then looks across samples, and packing would train it on
-    nonsense without any error.
+    Raises if that is more than rounding: the model attends across samples, and packing would silently train it on
+    garbage.
     """
     generator = torch.Generator().manual_seed(0)
     samples = [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths]
@@ -133,13 +136,13 @@ def check_packing(model: Any, *, vocabulary: int, lengths: tuple[int, ...] = (5,
     if not worst <= TOLERANCE:
         raise ConfigError(
             f"model {type(model).__name__}: packed and unpacked log-probabilities differ by {worst:.3g}; its attention "
-            "does not keep samples apart, so it cannot be trained on packed rows"
+            "mixes samples, so it cannot be trained on packed rows"
         )
     return worst
 
 
 def difference(model: Any, row: dict[str, Tensor], samples: list[Tensor], index: Tensor | None = None) -> float:
-    """Between the log-probabilities of a row, at `index` where given, and those of its samples one by one."""
+    """Return the largest difference in log-probability between a row (at `index`, if given) and its samples alone."""
     was_training = model.training
     model.eval()
     with torch.no_grad():
@@ -152,7 +155,7 @@ def difference(model: Any, row: dict[str, Tensor], samples: list[Tensor], index:
 
 
 def check_vocabulary(batch: MicroBatch, vocabulary: int) -> None:
-    """Raise where a token id has no embedding: the sampler has another model or tokenizer than the trainer."""
+    """Raise if a token id has no embedding, which means sampler and trainer use different models or tokenizers."""
     for name in [name for name in batch if name in ID_COLUMNS or name.startswith(TOPK[0])]:
         cells = batch[name]
         ids = arrays_in(cells)[0].reshape(-1)
@@ -164,8 +167,55 @@ def check_vocabulary(batch: MicroBatch, vocabulary: int) -> None:
             if isinstance(cells, Ragged)
             else np.arange(1, len(cells) + 1) * (cells.size // len(cells))
         )
+        # A ragged column with offsets [0, 2, 5] has value 2 in token 1: the first whose end is beyond it.
         token = int(np.searchsorted(ends, at, side="right"))
         raise InvalidInput(
-            f"sample {batch.sample_at(token)!r}.{name}: id {int(ids[at])} for a model of {vocabulary} tokens; the "
-            "sampler has another vocabulary than the trainer"
+            f"sample {batch.sample_at(token)!r}.{name}: id {int(ids[at])} for a model of {vocabulary} tokens; use the "
+            "same vocabulary in sampler and trainer"
         )
+
+
+def check_trees(model: Any, *, vocabulary: int, longest: int) -> float:
+    """Check that a model can compute a shared prefix once. Returns the largest difference in log-probability.
+
+    First rejects models by their layers: a layer that carries a state from token to token has one state, not one per
+    branch, and a sliding window shorter than `longest` tokens is not implemented here. Then compares a small forest
+    with its samples one by one and raises ConfigError if they differ by more than rounding.
+    """
+    name = type(model).__name__
+    text = model.config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ()
+    for number, kind in enumerate(kinds):
+        if kind not in _PER_TOKEN:
+            raise ConfigError(
+                f"model {name}: layer {number} is {kind}, whose state follows one sequence and cannot branch; {_OFF}"
+            )
+    window = getattr(text, "sliding_window", None) if not kinds or "sliding_attention" in kinds else None
+    if window is not None and window < longest:
+        raise ConfigError(
+            f"model {name}: a sliding window of {window} tokens with samples of up to {longest} is not supported; "
+            f"{_OFF}, or seq_len to at most {window}"
+        )
+    worst = _measured(model, vocabulary)
+    if not worst <= TOLERANCE:
+        raise ConfigError(
+            f"model {name}: log-probabilities of samples that share tokens differ by {worst:.3g} from those of the "
+            f"samples alone; the model does not compute each token from its path: {_OFF}"
+        )
+    return worst
+
+
+def _measured(model: Any, vocabulary: int) -> float:
+    """Measure the difference on a forest with two branchings, a sample that is a prefix of another, and two roots."""
+    lengths, shared = np.array([9, 7, 6, 4, 3]), np.array([0, 5, 3, 3, 0])
+    own = int((lengths - shared).sum())
+    ids = torch.randint(0, vocabulary, (own,), generator=torch.Generator().manual_seed(0))
+    forest = grow(lengths, shared, columns={})
+    index = torch.from_numpy(forest.index)
+    row = {
+        "forest.token_ids": ids,
+        "forest.position_ids": torch.from_numpy(positions_of(lengths, shared, 0)),
+        "forest.lengths": torch.from_numpy(forest.lengths),
+        "forest.parents": torch.from_numpy(forest.parents),
+    }
+    return difference(model, row, list(ids[index].split(lengths.tolist())), index)

@@ -1,4 +1,4 @@
-"""Several training modes in one micro-batch: each token by the loss of its mode, through the weight columns."""
+"""Train several modes (rl, ce, ref_kl) in one micro-batch. Weight columns select the loss of each token."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from penstock.train.loss import Dppo, Loss, Opd, Sft
 from penstock.train.terms import Terms
 
 _MODES = {"rl": "rl", "ce": "sft", "ref_kl": "opd"}
-"""Which training mode each term's weights stand for by default."""
+"""The training mode of each term."""
 _RATIOS = ("log_ratio", "ratio", "mismatch_kl", "prob_delta")
 _MASKS = ("masked", "masked_high", "masked_low")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByMode:
-    """Each token by the loss of its mode, through the weight columns; modes may share a micro-batch.
+    """Applies to each token the losses for which it has a weight. Modes may share a micro-batch.
 
-    A token with several weights is trained by several losses, and is masked where any of them masks it. Each part is
-    divided by its own count of tokens: see `Terms.mean`.
+    A token with several weights is trained by several losses and counts as masked if any of them masks it. Each part
+    is divided by its own number of tokens, see `Terms.mean`.
 
     >>> columns = {
     ...     "loss_mask": torch.tensor([False, True, True]), "logprobs": torch.tensor([0.0, -1.0, 0.0]),
@@ -52,10 +52,10 @@ class ByMode:
 
 
 def _weights(columns: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | None:
-    """The weights of a term; None where the term has no part in this micro-batch.
+    """Return the weights of a term, None if the term does not occur in this micro-batch.
 
-    Which terms are computed depends on the columns, which are the same on every rank, and never on their values: a
-    branch on values would take another path on each rank.
+    Which terms are computed depends on the columns, which are the same on every rank, and not on their values: with a
+    branch on values, ranks would run different collectives.
     """
     weights = columns.get(f"{name}_weights")
     if weights is None:

@@ -1,15 +1,15 @@
-"""Rotary positions of packed text and images, per segment, on integers.
+"""Compute the rotary positions (M-RoPE) of packed text and images, per segment.
 
 Qwen-VL gives every token three positions: time, height, width. Text advances all three together. An image of
-T x H x W tokens starts where the text before it ended, counts its own axes, and lets the text behind it go on
-at its larger side:
+T x H x W tokens starts where the text before it ended and counts along its own axes. The text after it continues at
+the start plus the larger of H and W:
 
     text text [ image 1 x 2 x 3 ] text       time    0 1 2 2 2 2 2 2 5
                                              height  0 1 2 2 2 3 3 3 5
                                              width   0 1 2 3 4 2 3 4 5
 
 Each segment starts at 0 again. Images are placed by their spans, not by runs of image tokens, so two images
-with no text between them stay two.
+without text between them stay two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays import ImageSpan, check_spans
 from penstock.errors import InvalidInput
-from penstock.train.boundaries import checked_lengths
+from penstock.train.tensors import checked_lengths
 
 
 def mrope_positions(
@@ -30,9 +30,9 @@ def mrope_positions(
     *,
     types: NDArray[np.uint8] | None = None,
 ) -> NDArray[np.int64]:
-    """[4, T] positions of one row: plain ones that restart per segment, then time, height and width.
+    """Return the [4, T] positions of one row: plain ones that restart per segment, then time, height and width.
 
-    Four rows, because a model that gets three takes the row for one sequence and attends across its samples.
+    Four rows, because given three, a model treats the row as one sequence and attends across its samples.
     `images` are in the row's token space; with `types` (mm_token_type_ids) every image token must be in a span.
 
     >>> image = ImageSpan(hash="0" * 64, grid=(1, 4, 6), offset=2, length=6)
@@ -51,7 +51,8 @@ def mrope_positions(
         first = int(out[1, image.offset])
         frames, height, width = image.grid[0], image.grid[1] // image.merge, image.grid[2] // image.merge
         out[1:, image.offset : image.end] = first + np.indices((frames, height, width)).reshape(3, -1)
-        # Text behind an image continues at its larger side, not at its number of tokens.
+        # The text after an image continues at its larger side, not at its number of tokens: 2 x 3 tokens advance it
+        # by 3, and the plain positions already advanced by 6, so it moves by -3.
         out[1:, image.end : end] += max(height, width) - image.length
     return out
 

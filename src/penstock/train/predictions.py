@@ -1,8 +1,8 @@
-"""Which logits of a forest predict which tokens of its samples.
+"""Map the logits of a forest to the tokens they predict.
 
-The logits of one place predict the next token of every sample that passes there. Where samples go on with the same
-token, at the same temperature, the prediction is the same one and is computed once; where their temperatures or kept
-sets differ, each has its own. Gradients of all tokens that a prediction is for add up in it.
+The logits of one place predict the next token of every sample that passes through it. Where samples continue with the
+same token at the same temperature, the prediction is computed once. Where temperatures or kept sets differ, each sample
+has its own. The gradients of all tokens that share a prediction add up.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ class Predictions:
     """T tokens of samples, E predictions, from the logits of R places."""
 
     places: Tensor
-    """[R] places whose logits are needed, ascending; what Hugging Face models take as `logits_to_keep`."""
+    """[R] places whose logits are needed, ascending: the argument `logits_to_keep` of Hugging Face models."""
     rows: Tensor
-    """[E] the row of those logits."""
+    """[E] the row of these logits that makes each prediction."""
     tokens: Tensor
-    """[E] the first token that it predicts: its id, temperature and kept set hold for all of them."""
+    """[E] the first token each prediction is for. Its id, temperature and kept set apply to all of them."""
     spread: Tensor
-    """[T] the prediction of each token; -1 for a token that has none."""
+    """[T] the prediction of each token, -1 for none."""
 
     @property
     def row_of_token(self) -> Tensor:
-        """[T] the row of logits that predicts each token, -1 where none does."""
+        """[T] the row of logits that predicts each token, -1 for none."""
         return torch.cat([self.rows, self.rows.new_full((1,), -1)])[self.spread]
 
 
 def predictions_of(tensors: Mapping[str, Tensor], *, needed: Tensor | None = None) -> Predictions:
-    """The predictions of a micro-batch with a forest, from its tensors; of all tokens, or those where `needed` is True.
+    """Find the predictions of a micro-batch with a forest: of all tokens, or those where `needed` is True.
 
     >>> index, sources = torch.tensor([0, 1, 2, 0, 1, 3]), torch.tensor([-1, 0, 1, 1])  # a b c | a b x
     >>> found = predictions_of({"forest.index": index, "forest.sources": sources})
@@ -51,19 +51,20 @@ def predictions_of(tensors: Mapping[str, Tensor], *, needed: Tensor | None = Non
     spread = torch.where(wanted, (marked.cumsum(0) - 1)[first], -1)
     is_source = torch.zeros_like(sources, dtype=torch.bool)
     is_source[before[tokens]] = True
-    is_source[0] |= not len(tokens)  # so that there is a graph to go backward through, with a gradient of 0
+    is_source[0] |= not len(tokens)  # keep one row even if no token is needed: backward() then has a graph
     number = is_source.cumsum(0) - 1
     return Predictions(places=is_source.nonzero()[:, 0], rows=number[before[tokens]], tokens=tokens, spread=spread)
 
 
 def _first_alike(tensors: Mapping[str, Tensor], wanted: Tensor) -> Tensor:
-    """[T] the first token at the same place that is predicted alike; a token with a kept set stands for itself."""
+    """Return for each token the first one at its place with the same prediction. A token with a kept set is its own."""
     index, own = tensors["forest.index"], torch.arange(len(wanted), device=wanted.device)
     alike = wanted
     if "sampling_mask_offsets" in tensors:
         alike = wanted & (tensors["sampling_mask_offsets"].diff().to(wanted.device) == 0)
     none = len(wanted)
     first = torch.full_like(tensors["forest.sources"], none)
+    # The smallest token number of each place, then looked up per token. Index [0, 1, 0, 2]: first is [0, 1, 0, 3].
     first = first.scatter_reduce(0, index, torch.where(alike, own, none), "amin")[index].clamp_max(none - 1)
     if "temperatures" in tensors:
         temperatures = tensors["temperatures"].reshape(-1)

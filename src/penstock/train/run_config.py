@@ -1,7 +1,7 @@
-"""The configuration of a run: one TOML file in which every setting is written down, with what it means.
+"""The configuration of a run: one TOML file with every setting and its description.
 
-A run has a plane, so its settings are those of a plane and the trainer's own. `template` writes the file, `load`
-reads it; both come from the records below, so the file cannot lack a setting or describe one that does not exist.
+It combines the settings of a plane with those of the trainer. `template` writes the file and `load` reads it. Both use
+the records below, so the file cannot lack a setting or describe one that does not exist.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Every key may be left out. An unknown name is an error. "none" switches off what
 """
 
 PACKED_IMAGES = PackedImages(explicit_boundaries=True, varlen_attention=True)
-"""What the reference trainer declares: it cuts attention and positions at `sequence_lengths`, images included."""
+"""Declared by the reference trainer: it cuts attention and positions at `sequence_lengths`, images included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +214,7 @@ class TrainConfig(PlaneSettings):
 
 
 def load(path: str | Path, assignments: Iterable[str] = ()) -> TrainConfig:
-    """The configuration in a TOML file, changed by words such as "packing.ranks=4"."""
+    """Read the configuration from a TOML file and apply assignments such as "packing.ranks=4"."""
     given = Given.read(path, hint=_HINT)
     for text in assignments:
         given.assign(text)
@@ -222,5 +222,5 @@ def load(path: str | Path, assignments: Iterable[str] = ()) -> TrainConfig:
 
 
 def template(run: TrainConfig) -> str:
-    """A TOML file with every setting, its meaning above it."""
+    """Return a TOML file with every setting below its description."""
     return config.template(run, title=_TITLE, all_values=True)

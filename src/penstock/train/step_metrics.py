@@ -1,9 +1,12 @@
-"""What a step came to, summed over micro-batches and ranks, so that a mean is the mean of the step."""
+"""Metrics of a step, summed over micro-batches and ranks and divided once, so that a mean is the mean of the step."""
 
 from __future__ import annotations
 
 import math
+import os
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,24 +35,24 @@ class Sums:
     masked: float = 0.0
     loss_tokens: float = 0.0
     compared_tokens: float = 0.0
-    """Trained tokens that have a sampler to compare with: what mismatch KL and masked are means over."""
+    """Trained tokens with sampler log-probabilities: the denominator of mismatch KL and masked."""
     staleness: float = 0.0
-    """Versions behind, summed over the samples that say their version."""
+    """Versions behind, summed over samples with a known version."""
     samples: float = 0.0
     versioned: float = 0.0
-    """Samples that say their version."""
+    """Samples with a known version."""
     max_log_ratio: float = 0.0
     on_policy_gap: float = -1.0
-    """Largest difference between trainer and sampler on samples of the very weights that are trained; -1: none."""
+    """Largest difference between trainer and sampler on samples of the weights being trained; -1: none."""
     max_staleness: float = 0.0
     grad_norm: float = 0.0
     priorities: dict[str, float] = field(default_factory=dict)
-    """By sample: how much there is to learn from it, for prioritized replay. This rank's samples only."""
+    """Priority by sample id for prioritized replay: |advantage| + 0.05. This rank's samples only."""
 
     def add(self, batch: MicroBatch, terms: Terms, *, version: int, loss_mask: torch.Tensor | None = None) -> None:
-        """Count one micro-batch; `version` is that of the weights it was trained with.
+        """Add one micro-batch, trained with weights of `version`.
 
-        `loss_mask` is the mask that the loss saw, where that is not the batch's own.
+        `loss_mask` is the mask given to the loss if it is not the batch's own.
         """
         mask = torch.from_numpy(batch["loss_mask"]) if loss_mask is None else loss_mask
         self.loss += float(terms.loss.detach().sum())
@@ -86,7 +89,7 @@ class Sums:
             self.on_policy_gap = max(self.on_policy_gap, float(ratios[start : start + length].max()))
 
     def check_trained(self, step: int, loss_tokens: int) -> None:
-        """Raise when a step that has `loss_tokens` to train, over all ranks, trained none of them."""
+        """Raise if a step with `loss_tokens` over all ranks trained none of them."""
         if loss_tokens and not self.loss_tokens:
             raise InvalidInput(
                 f"step {step}: none of its {loss_tokens} tokens was trained; every loss mask was empty when the loss "
@@ -94,7 +97,7 @@ class Sums:
             )
 
     def reduced(self, group: Any = None) -> Sums:
-        """The same over all ranks; all must call it. The group must take CPU tensors."""
+        """Return the sums over all ranks. Collective; the group must accept CPU tensors."""
         summed = torch.tensor([getattr(self, name) for name in _SUMMED], dtype=torch.float64)
         largest = torch.tensor([getattr(self, name) for name in _LARGEST], dtype=torch.float64)
         distributed.all_reduce(summed, group=group)
@@ -123,7 +126,7 @@ class Sums:
 
 
 def packed(accounting: Accounting, rank: int) -> dict[str, float]:
-    """What was packed, of one rank (`local`) and of all of them (`total`)."""
+    """Return packing counts of one rank (`local`) and of all ranks (`total`)."""
     found: dict[str, float] = {}
     for scope, counts in (("local", accounting.ranks[rank]), ("total", accounting.total)):
         for name in ("tokens", "loss_tokens", "samples", "micro_batches", "max_micro_batch_tokens"):
@@ -133,3 +136,23 @@ def packed(accounting: Accounting, rank: int) -> dict[str, float]:
         "pack/over_cap": accounting.over_cap,
         "pack/truncated_tokens": accounting.truncated_tokens,
     }
+
+
+def memory() -> dict[str, float]:
+    """Return the resident bytes of this process and the peak bytes of its device, without those that are unknown."""
+    found = {"perf/memory_bytes": resident_bytes()}
+    if torch.cuda.is_available():
+        found["perf/device_bytes"] = float(torch.cuda.max_memory_allocated())
+    return {name: value for name, value in found.items() if value}
+
+
+def resident_bytes() -> float:
+    """Return the resident bytes now, or the peak on systems without /proc."""
+    try:
+        with Path("/proc/self/statm").open(encoding="ascii") as file:
+            return float(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        import resource
+
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return float(most if sys.platform == "darwin" else most * 1024)

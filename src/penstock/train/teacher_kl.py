@@ -1,17 +1,16 @@
-"""KL divergence between the model and a teacher of which only the k likeliest tokens are known.
+"""KL divergence between the model and a teacher known only by its k most likely tokens.
 
 A teacher's distribution over 151,936 ids is 600 KB a token in float32; its k best ids with their log-probabilities are
-8 k bytes. What the teacher gives all other ids together is known too: 1 minus the sum. So both are compared over k + 1
-buckets, the listed ids and one for the tail, with q of the teacher and p of the model at the same token:
+8 k bytes. The total probability of all other ids is known too: 1 minus the sum. So both are compared over k + 1
+buckets, the listed ids and one tail, with q of the teacher and p of the model at the same token:
 
     forward_kl   sum q (log q - log p)     the model covers what the teacher might say
     reverse_kl   sum p (log p - log q)     the model avoids what the teacher would not say
 
-When k is the vocabulary there is no tail, and these are the divergences of the full distributions. Otherwise they are
-lower bounds of them: how the teacher spreads its tail is not known, and nothing is asked of how the model spreads its
-own.
+If k is the vocabulary size there is no tail, and these are the divergences of the full distributions. Otherwise they
+are lower bounds: how the teacher spreads its tail is unknown, and the model may spread its own freely.
 
-Logits are widened chunk by chunk, and computed again in the backward pass, as in `penstock.train.logits`.
+Logits are widened chunk by chunk and recomputed in the backward pass, as in `penstock.train.logits`.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ import torch
 
 from penstock.arrays import TOPK
 from penstock.errors import InvalidInput
-from penstock.train.boundaries import checked_lengths
 from penstock.train.logits import CHUNK, add_to_rows, chunks_of, rows_of, starts_of, widened
 from penstock.train.loss import need
 from penstock.train.predictions import Predictions
+from penstock.train.tensors import checked_lengths
 from penstock.train.terms import Terms
 
 MIN_TAIL = 1e-6
-"""What a teacher gives its tail at least: float32 log-probabilities do not tell less from nothing."""
+"""The smallest tail probability of a teacher: float32 log-probabilities cannot tell less from 0."""
 
 Divergence: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """log p and log q, both [T, buckets] -> [T]"""
@@ -61,18 +60,18 @@ def topk_kl(
     min_tail: float = MIN_TAIL,
     chunk: int = CHUNK,
 ) -> torch.Tensor:
-    """The divergence of every token, [T] in float32 or wider; it can be differentiated.
+    """Return the divergence of every token, [T] in float32 or wider. Differentiable.
 
-    Logits are [T, V], or [1, T, V] as models give them; ids and log-probabilities are [T, k]. Row t of these is what
-    the teacher thought of token t given those before it, so it is compared with the logits at t - 1 of the same
-    sample. The ids of a row are distinct. First tokens of samples, and tokens that `loss_mask` leaves out, are 0
-    whatever stands there.
+    Logits are [T, V], or [1, T, V] as models return them; ids and log-probabilities are [T, k]. Row t is the teacher's
+    distribution of token t given the tokens before it, so it is compared with the logits at t - 1 of the same sample.
+    The ids of a row are distinct. First tokens of samples and tokens outside `loss_mask` are 0, whatever their row
+    contains.
 
-    With the `predictions` of a micro-batch with a forest, logits are those of the places it names, and tokens that are
-    not predicted are 0.
+    With the `predictions` of a micro-batch with a forest, logits are those of the places it names, and tokens without a
+    prediction are 0.
 
-    A teacher's tail below `min_tail` counts as `min_tail`: without that, a model that leaves the ids of a teacher who
-    is sure of them would have a reverse divergence of infinity.
+    A teacher's tail below `min_tail` counts as `min_tail`. Otherwise the reverse divergence would be infinite for a
+    model that puts probability outside the ids of a teacher that is certain.
 
     >>> logits = torch.tensor([[0.0, 0.0, 0.0], [0.0, 1.0, 2.0]])
     >>> ids, teacher = torch.tensor([[0, 1], [2, 1]]), torch.tensor([[0.5, 0.5], [0.5, 0.3]]).log()
@@ -89,9 +88,9 @@ def topk_kl(
     if predictions is not None:
         rows = predictions.row_of_token
         compared &= rows >= 0
-        rows = rows.clamp_min(0)  # some row, for tokens that are not compared
+        rows = rows.clamp_min(0)  # any valid row: these tokens are not compared
     scale = None if temperatures is None else temperatures.reshape(-1).to(given.device, torch.float32).reciprocal()
-    # What stands where nothing is compared may be NaN: it is replaced before anything is computed from it.
+    # Rows that are not compared may be NaN. Replace them before computing: NaN * 0 would be NaN in the gradient.
     known = torch.where(compared[:, None], topk_logprobs, -math.log(k + 1))
 
     def measure(z: torch.Tensor, ids: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
@@ -112,11 +111,11 @@ def kl_to_teacher(
     min_tail: float = MIN_TAIL,
     chunk: int = CHUNK,
 ) -> torch.Tensor:
-    """`topk_kl` with the columns of a micro-batch, on the tokens that `ref_kl_weights` train (without them, on all that
-    are trained): what `TeacherKl` takes as `teacher_kl`.
+    """Compute `topk_kl` from the columns of a micro-batch, for the column `teacher_kl` of `TeacherKl`.
 
-    `teacher` names one of several teachers, whose columns are `teacher_topk_ids_NAME` and `teacher_topk_logprobs_NAME`.
-    Where nothing is trained by a teacher, as in a step without distillation, the columns may be missing.
+    Covers the tokens with `ref_kl_weights`, or all trained tokens without that column. `teacher` selects one of several
+    teachers, whose columns are `teacher_topk_ids_NAME` and `teacher_topk_logprobs_NAME`. The columns may be missing if
+    no token is trained by a teacher, as in a step without distillation.
     """
     mask, names = columns["loss_mask"], [f"{name}_{teacher}" if teacher else name for name in TOPK]
     if "ref_kl_weights" in columns:
@@ -141,7 +140,7 @@ def kl_to_teacher(
 def _checked(
     logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor, predictions: Predictions | None
 ) -> tuple[int, int, int]:
-    """Tokens, vocabulary and k."""
+    """Check shapes. Returns the numbers of tokens, vocabulary ids and k."""
     vocabulary, rows = logits.shape[-1], math.prod(logits.shape[:-1])
     one_row = logits.shape[:-1] in ((rows,), (1, rows))
     count = rows if predictions is None else len(predictions.spread)
@@ -160,7 +159,7 @@ def _checked(
 def _buckets(
     z: torch.Tensor, ids: torch.Tensor, known: torch.Tensor, min_tail: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p and log q of the listed ids and, where some are not listed, of the tail: [T, k + 1]."""
+    """Return log p and log q of the listed ids and, unless all ids are listed, of the tail: [T, k + 1]."""
     norm = z.logsumexp(-1, keepdim=True)
     listed = z.gather(-1, ids) - norm
     if ids.shape[-1] == z.shape[-1]:
@@ -172,7 +171,7 @@ def _buckets(
 
 
 class _ByChunk(torch.autograd.Function):  # type: ignore[misc]
-    """A measure of logits and per-token columns, chunk by chunk; the backward pass computes each chunk again."""
+    """Applies a function of logits and per-token columns chunk by chunk. The backward pass recomputes each chunk."""
 
     @staticmethod
     def forward(
@@ -209,10 +208,10 @@ class _ByChunk(torch.autograd.Function):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherKl:
-    """The loss over `topk_kl`, which is computed from the logits and handed over as the column `teacher_kl`.
+    """The loss over `topk_kl`, passed in as the column `teacher_kl` because it is computed from logits.
 
-    It asks for no sampler log-probabilities: there is no ratio, and nothing is masked. As the `ref_kl` of `ByMode` it
-    trains the tokens that have `ref_kl_weights`.
+    Needs no sampler log-probabilities: there is no ratio and nothing is masked. As `ref_kl` of `ByMode` it trains the
+    tokens with `ref_kl_weights`.
 
     >>> columns = {"loss_mask": torch.tensor([False, True]), "teacher_kl": torch.tensor([0.0, 0.25])}
     >>> TeacherKl()(columns, torch.tensor([0.0, -1.0])).loss.tolist()

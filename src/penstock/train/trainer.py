@@ -1,8 +1,8 @@
-"""The reference trainer: small, whole and real. Steps come from a plane, weights go back to the workers.
+"""The reference trainer: small but complete. Takes steps from a plane and publishes weights for the workers.
 
-One optimizer step per step of the plane: gradients of all micro-batches are added up, divided by the step's global
-count of trained tokens, so that any packing and any number of ranks gives the same update. The checkpoint carries the
-step number, which is the data cursor: on resume the plane is asked for the step after it.
+Runs one optimizer step per step of the plane. Gradients of all micro-batches are summed and divided by the step's
+global count of trained tokens, so any packing and any number of ranks gives the same update. The checkpoint stores the
+step number, which is the data cursor: on resume the trainer asks the plane for the step after it.
 """
 
 from __future__ import annotations
@@ -31,36 +31,34 @@ from penstock.packing import MicroBatch
 from penstock.replay import Prioritized
 from penstock.train import checkpoint
 from penstock.train.agreement import agree
+from penstock.train.checkpoint import Weights
 from penstock.train.fake import FakeSource
-from penstock.train.image_policies import MaskSample
 from penstock.train.loss import Dppo, Ipo, Loss, PpoClip
-from penstock.train.memory_metrics import memory
+from penstock.train.materialize import MaskSample
 from penstock.train.metrics_sinks import MetricsFile
-from penstock.train.model import build_model, check_packing, check_vocabulary, row_logprobs
+from penstock.train.model import build_model, check_packing, check_trees, check_vocabulary, row_logprobs
 from penstock.train.modes import ByMode
-from penstock.train.published_weights import Weights
 from penstock.train.run_config import LossConfig, TrainConfig
-from penstock.train.step_metrics import Sums, packed
+from penstock.train.step_metrics import Sums, memory, packed
 from penstock.train.tensors import to_torch
 from penstock.train.terms import Terms
-from penstock.train.tree_check import check_trees
 from penstock.train.vision import Vision, check_placeholders
 
 _RECENT = 10
-"""Steps over which the reward is averaged to decide whether the target is reached."""
+"""Steps over which the reward is averaged and compared with the target."""
 
 
 class Inputs(NamedTuple):
-    """All that one forward pass takes."""
+    """The inputs of one forward pass."""
 
     batch: MicroBatch
     tensors: dict[str, torch.Tensor]
     extra: dict[str, Any] | None
-    """Of an image model: pixels and grids."""
+    """Pixels and grids for an image model."""
 
 
 class Observer(Protocol):
-    """Sees every micro-batch with what the loss did to it; the token exporter is one."""
+    """Receives every micro-batch with its loss terms. The token exporter is one."""
 
     def write(self, step: SourceStep, batch: MicroBatch, terms: Terms, *, policy_version: int) -> None: ...
     def close_step(self, step: SourceStep) -> None: ...
@@ -96,7 +94,7 @@ def train(
 
 
 def loss_of(config: LossConfig) -> Loss:
-    """The loss a configuration names; samples of other modes in a step are trained by their own."""
+    """Build the configured loss. Samples in other modes than rl use their default losses."""
     kinds: dict[str, Callable[[], Loss]] = {
         "dppo": lambda: Dppo(high=config.threshold, low=config.threshold, kl_tau=config.kl_weight),
         "grpo": lambda: PpoClip(low=config.clip_low, high=config.clip_high),
@@ -126,7 +124,7 @@ class Trainer:
             self.model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
         )
         self.done = max(checkpoint.steps(self.folder / "checkpoints"), default=0)
-        """The last step that is trained."""
+        """The last trained step."""
         if self.done:
             checkpoint.restore(self.folder / "checkpoints", self.done, self.model, self.optimizer)
         ddp = config.ranks > 1 and not self._sharded
@@ -146,15 +144,15 @@ class Trainer:
         self._publish(self.done)
 
     def run(self, source: Source | FakeSource) -> None:
-        """Train until the last step, or until the target is reached."""
+        """Train until the last step or until the target reward is reached."""
         while self.done < self.config.max_steps and not self._is_learned():
             self._advance(source)
         self._checkpoint()
 
     def _advance(self, source: Source | FakeSource) -> None:
-        """One step: take it, train it, say so."""
+        """Take a step, train on it, publish the weights and commit it."""
         began = time.monotonic()
-        with agree(step=self.done + 1):  # a rank that lacks an image stops all of them before they compute
+        with agree(step=self.done + 1):  # if one rank lacks an image, all stop before they compute
             step = source.step()
             waited = time.monotonic() - began
             inputs = [self._prepare(batch) for batch in step]
@@ -171,8 +169,8 @@ class Trainer:
     def _prepare(self, batch: MicroBatch) -> Inputs:
         if batch.forest is not None and not self.config.packing.trees:
             raise ConfigError(
-                "packing.trees: false, and the plane sends samples that share tokens; set it to true, so that the "
-                "model is checked for it"
+                "packing.trees: false, but the plane sends samples that share tokens; set it to true, so that the "
+                "trainer checks that the model supports it"
             )
         check_vocabulary(batch, self.vocabulary)
         check_placeholders(batch, self.model.config)
@@ -181,7 +179,7 @@ class Trainer:
         return Inputs(batch, tensors, extra)
 
     def train_step(self, step: SourceStep, inputs: list[Inputs]) -> Sums:
-        """One optimizer step over all micro-batches of a step."""
+        """Run one optimizer step over all micro-batches of a step."""
         sums, last = Sums(), len(inputs) - 1
         for index, (batch, tensors, extra) in enumerate(inputs):
             with self._sync_only(index == last):
@@ -205,19 +203,19 @@ class Trainer:
 
     def _backward(self, step: SourceStep, tensors: dict[str, torch.Tensor], extra: dict[str, Any] | None) -> Terms:
         if extra is not None:
-            self.model.model.rope_deltas = None  # the model keeps those of the last call
-        needed = None if self.observer is not None else tensors["loss_mask"]  # whoever observes sees all tokens
+            self.model.model.rope_deltas = None  # the model caches them and would reuse those of the last call
+        needed = None if self.observer is not None else tensors["loss_mask"]  # an observer needs all tokens
         never = self.config.model.never_sampled
         logprobs, entropy = row_logprobs(self._wrapped, tensors, extra, needed=needed, never_sampled=never)
         terms = self._loss(tensors, logprobs, entropy)
         bonus = torch.where(tensors["loss_mask"], entropy, 0.0).sum() * step.denominators.per_loss_token
         loss = terms.mean(step.denominators) - self.config.loss.entropy_bonus * bonus
-        # Ranks are averaged when gradients are exchanged; the denominators are those of all ranks together.
+        # DDP and FSDP average gradients over ranks, but the denominators already count all ranks: undo the average.
         (loss * self.config.ranks).backward()
         return terms
 
     def _sync_only(self, last: bool) -> AbstractContextManager[Any]:
-        """Exchange gradients with the last micro-batch alone."""
+        """Exchange gradients only after the last micro-batch: one all-reduce per step."""
         if self._sharded:
             self.model.set_requires_gradient_sync(last)
         elif self.config.ranks > 1 and not last:
@@ -242,7 +240,7 @@ class Trainer:
 
     def _note(self, step: SourceStep, sums: Sums, seconds: float, waited: float) -> None:
         self._rewards.append(sums.reward)
-        images = self._vision.metrics() if self._vision else {}  # of this step, also on a rank that writes nothing
+        images = self._vision.metrics() if self._vision else {}  # also resets the counters, so every rank calls it
         if self._metrics_file is None:
             return
         total = step.accounting.total
@@ -268,20 +266,20 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Close files and threads and let go of the process group; call it before `destroy_process_group`.
+        """Close files and threads and release the process group. Call it before `destroy_process_group`.
 
-        DDP's reducer holds the group. If it is the last one to do so, it waits, with the GIL, for gloo's thread, which
-        may wait for the GIL to free the last all-reduce: the process would never end.
+        DDP's reducer holds a reference to the group. If that is the last one, freeing it waits, holding the GIL, for
+        gloo's thread, which may need the GIL to free the last all-reduce: a deadlock.
         """
         for part in (self._metrics_file, self._vision, self.observer):
             if part is not None:
                 part.close()
         self._wrapped = self.model
-        gc.collect()  # DDP refers to itself
+        gc.collect()  # DDP is in a reference cycle
 
 
 def _shard(model: Any, ranks: int) -> None:
-    """FSDP2: each rank holds a part of every layer."""
+    """Shard a model with FSDP2: each rank holds a part of every layer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -1,20 +1,20 @@
-"""Attention in a forest: every place sees its path, shared places are computed once, and no mask is ever made.
+"""Attention in a forest: every place attends to its path, shared places are computed once, and there is no mask.
 
-Segments stand in depth-first order, so all places that see a segment follow it without a gap: its own, then those of
-its subtree. In causal order that is one call per segment, with more queries than keys:
+Segments are in depth-first order, so the places that attend to a segment are contiguous: its own, then those of its
+subtree. That is one causal call per segment, with more queries than keys:
 
-    keys      a b                   query i sees the keys up to i; from the third query on that is all of them
+    keys      a b                   query i attends to keys up to i; from the third query on, to all
     queries   a b c d e x y z       the subtree of (a b)
 
-Segments that nobody branches from (leaves) are stacked by length, as in plain packed rows. A place gets one result from
-each segment of its path; they are merged by their log-sum-exps. The backward pass of each call takes the merged result
-and its log-sum-exp, which is what makes its gradients those of attention over the path. Nothing is kept between the
-passes but queries, keys, values, results and log-sum-exps, and no key is copied for each path that it is on.
+Segments without branches (leaves) are stacked by length, as in plain packed rows. A place gets one partial result from
+each segment of its path, and these are merged by their log-sum-exps. The backward pass of each call uses the merged
+result and its log-sum-exp, which makes its gradients those of attention over the path. Only queries, keys, values,
+results and log-sum-exps are stored between the passes, and keys are not copied per path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,17 +23,54 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.train.buckets import Bucket, buckets_at
-
 BLOCK = 256
-"""Queries at a time where torch has no fused kernel that gives log-sum-exps."""
+"""Queries per block where torch has no fused kernel that returns log-sum-exps."""
 
 _Places: TypeAlias = slice | Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class Bucket:
+    """Segments of similar length, computed in one call."""
+
+    gather: Tensor
+    """[segments, length] positions in the row. Beyond a segment's end, any valid position."""
+    places: Tensor
+    """[tokens] index of each of the bucket's tokens in the flattened gather."""
+    tokens: Tensor
+    """[tokens] index of the same tokens in the row."""
+
+
+def buckets_at(segments: Iterable[tuple[int, int]]) -> list[Bucket]:
+    """Group (start, length) segments by length, rounded up to a power of two, so that padding is less than half.
+
+    >>> (bucket,) = buckets_at([(0, 3), (3, 4)])
+    >>> bucket.gather.tolist(), bucket.places.tolist(), bucket.tokens.tolist()
+    ([[0, 1, 2, 0], [3, 4, 5, 6]], [0, 1, 2, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6])
+    """
+    by_size: dict[int, list[tuple[int, int]]] = {}
+    for start, length in segments:
+        by_size.setdefault(1 << max(length - 1, 0).bit_length(), []).append((start, length))
+    out = []
+    for members in by_size.values():
+        size = max(length for _, length in members)
+        starts = torch.tensor([start for start, _ in members])[:, None]
+        ends = torch.tensor([start + length for start, length in members])[:, None]
+        gather = starts + torch.arange(size)
+        inside = gather < ends
+        out.append(
+            Bucket(
+                gather=torch.where(inside, gather, starts),
+                places=torch.nonzero(inside.reshape(-1))[:, 0],
+                tokens=gather[inside],
+            )
+        )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
 class Stem:
-    """A segment from which others branch, and all that see it."""
+    """A segment from which others branch, and the places that attend to it."""
 
     start: int
     """First place of the segment."""
@@ -45,7 +82,7 @@ class Stem:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The calls that make up the attention of a forest."""
+    """The attention calls for a forest."""
 
     stems: list[Stem]
     leaves: list[Bucket]
@@ -55,7 +92,7 @@ class Tree:
 
 
 def tree_of(lengths: NDArray[Any], parents: NDArray[Any]) -> Tree:
-    """The calls for segments of these lengths, in depth-first order; `parents` are -1 for roots.
+    """Plan the calls for segments of these lengths, in depth-first order. `parents` are -1 for roots.
 
     >>> tree = tree_of(np.array([2, 1, 2, 2, 1]), np.array([-1, 0, 1, 1, 0]))
     >>> [(stem.start, stem.stop, stem.last) for stem in tree.stems], tree.longest
@@ -67,6 +104,8 @@ def tree_of(lengths: NDArray[Any], parents: NDArray[Any]) -> Tree:
     for k, parent in enumerate(above):
         if parent >= 0:
             depths[k] += depths[parent]
+    # Children come after parents, so a backward pass sees each subtree complete. Parents [-1, 0, 1, 1, 0] give
+    # last = [4, 3, 2, 3, 4]: the subtree of segment 1 ends with segment 3.
     for k in range(len(own) - 1, -1, -1):
         if above[k] >= 0:
             last[above[k]] = max(last[above[k]], last[k])
@@ -82,7 +121,10 @@ def tree_of(lengths: NDArray[Any], parents: NDArray[Any]) -> Tree:
 
 
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scale: float | None = None) -> Tensor:
-    """[heads, U, size] of queries, keys and values (of which there may be fewer heads) -> [heads, U, size]."""
+    """Attend along paths: [heads, U, size] queries, keys and values -> [heads, U, size].
+
+    Keys and values may have fewer heads (grouped-query attention).
+    """
     out: Tensor = _TreeAttention.apply(query, key, value, tree, query.shape[-1] ** -0.5 if scale is None else scale)
     return out
 
@@ -126,11 +168,11 @@ def _parts(tree: Tree, groups: int) -> Iterator[_StemPart | _LeafPart]:
 
 @dataclass(frozen=True, slots=True)
 class _StemPart:
-    """What one call takes and gives, for a stem: slices, without a copy where heads are not repeated."""
+    """Inputs and outputs of one call for a stem: slices, without a copy unless heads are repeated."""
 
     stem: Stem
     groups: int
-    """Heads of queries to one of keys."""
+    """Query heads per key head."""
 
     def queries(self, x: Tensor) -> Tensor:
         return x[None, :, self.stem.start : self.stem.last]
@@ -152,7 +194,7 @@ class _StemPart:
 
 @dataclass(frozen=True, slots=True)
 class _LeafPart:
-    """The same for leaves of about one length: gathered, and scattered again."""
+    """The same for a bucket of leaves: gathered and scattered back."""
 
     bucket: Bucket
     groups: int
@@ -161,7 +203,7 @@ class _LeafPart:
         return x[:, self.bucket.gather.to(x.device)].transpose(0, 1)
 
     def valid(self, x: Tensor) -> Tensor:
-        """Of gradients: 0 beyond a leaf's end, where another token stands in."""
+        """Gather gradients, with 0 beyond a leaf's end: the token gathered there is only padding."""
         stacked = torch.zeros_like(self.queries(x).transpose(0, 1)).flatten(1, 2)
         stacked[:, self.bucket.places.to(x.device)] = x[:, self.bucket.tokens.to(x.device)]
         return stacked.unflatten(1, self.bucket.gather.shape).transpose(0, 1)
@@ -192,7 +234,10 @@ def _summed(x: Tensor, groups: int) -> Tensor:
 
 
 def _merge(merged: Tensor, norms: Tensor, places: _Places, found: Tensor, norm: Tensor) -> None:
-    """Add what was attended to now to what was before: both are means, weighted by their sums of exponentials."""
+    """Merge a partial result into the result so far: a mean weighted by their sums of exponentials.
+
+    With sums of 1 and 3, the old result gets weight 1/4 and the new one 3/4.
+    """
     before, norm = norms[:, places], norm.to(norms.dtype)
     both = torch.logaddexp(before, norm)
     merged[:, places] = (
@@ -202,8 +247,10 @@ def _merge(merged: Tensor, norms: Tensor, places: _Places, found: Tensor, norm: 
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """[batch, heads, queries, size] -> the same and its log-sum-exp; query i sees the keys up to i, of which there may
-    be fewer than queries."""
+    """Causal attention, [batch, heads, queries, size] -> the same shape, and log-sum-exps.
+
+    Query i attends to keys up to i. There may be fewer keys than queries.
+    """
     if query.device.type == "cpu":
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         found: tuple[Tensor, Tensor] = fused(query, key, value, 0.0, True, scale=scale)
@@ -214,7 +261,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Ten
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, norm: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients to queries, keys and values, from the result and log-sum-exp over all that a query sees."""
+    """Return the gradients of queries, keys and values, given the merged result and log-sum-exp of each query."""
     if query.device.type == "cpu":
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         found: tuple[Tensor, Tensor, Tensor] = fused(grad, query, key, value, out, norm, 0.0, True, scale=scale)
@@ -250,7 +297,7 @@ def attend_backward_plain(
 
 
 def _scores(query: Tensor, key: Tensor, scale: float, first: int) -> Tensor:
-    """Of queries from number `first` on; -inf where a key comes after the query."""
+    """Scaled scores of the queries that start at number `first`, -inf where a key comes after the query."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(wide) @ key.to(wide).transpose(-1, -2) * scale
     if first >= key.shape[2]:

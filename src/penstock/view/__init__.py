@@ -1,4 +1,4 @@
-"""Every token can be looked at: what the trainer did with it is exported, read back, shown and compared."""
+"""Export what the trainer did with every token, and read, show and compare exports."""
 
 from penstock.lazy import exports_of
 

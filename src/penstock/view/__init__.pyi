@@ -1,7 +1,6 @@
 from penstock.view.access import new_token as new_token
 from penstock.view.diff import Parting as Parting
 from penstock.view.diff import compare as compare
-from penstock.view.evaluation_runs import EVALUATION as EVALUATION
 from penstock.view.export import NoExport as NoExport
 from penstock.view.export import TokenExporter as TokenExporter
 from penstock.view.folders import EXPORTS as EXPORTS
@@ -12,6 +11,7 @@ from penstock.view.keep_rules import Keep as Keep
 from penstock.view.keep_rules import Worst as Worst
 from penstock.view.library import Library as Library
 from penstock.view.library import is_run_folder as is_run_folder
+from penstock.view.plane_groups import EVALUATION as EVALUATION
 from penstock.view.plot_step import draw as draw
 from penstock.view.plot_step import timing_of as timing_of
 from penstock.view.reader import Export as Export
@@ -21,8 +21,8 @@ from penstock.view.reader import read_file as read_file
 from penstock.view.record import OF_SAMPLE as OF_SAMPLE
 from penstock.view.record import TABLE as TABLE
 from penstock.view.record import Record as Record
-from penstock.view.run_state import at_work as at_work
-from penstock.view.skipped import Skipped as Skipped
+from penstock.view.record import Skipped as Skipped
+from penstock.view.run_files import at_work as at_work
 from penstock.view.static_page import write_page as write_page
 from penstock.view.tallies import tally as tally
 from penstock.view.vocabulary import open_vocabulary as open_vocabulary

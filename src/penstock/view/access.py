@@ -1,9 +1,9 @@
-"""Who may look: a shell around the viewer that every request passes before anything else sees it.
+"""Access control of the viewer: an ASGI wrapper that checks every request first.
 
-Loopback and a token of 256 bits; the token comes once in the URL and then as a cookie that no script reads and no
-other site's request carries. The Host header must be a name of the loopback address, so that a name another site
-points at 127.0.0.1 leads nowhere; its port may be any, because an SSH tunnel ends on a port of the reader's choice.
-Only GET and HEAD exist. What is not allowed here is refused, also routes that are added later.
+The viewer listens on loopback and requires a token of 256 bits. The token is passed once in the URL and then as an
+HttpOnly, SameSite=Strict cookie. The Host header must name the loopback address, which defeats DNS rebinding: another
+site's name that resolves to 127.0.0.1 is rejected. Any port is accepted, because an SSH tunnel may end on any port.
+Only GET and HEAD are allowed. Requests are rejected unless allowed here, including routes added later.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ _HEADERS = [
 
 
 def new_token() -> str:
-    """256 random bits, for a URL."""
+    """Return 256 random bits as URL-safe text."""
     return secrets.token_urlsafe(32)
 
 
 def cookie_name(token: str) -> str:
-    """Of the cookie that carries a token; says nothing about the token itself."""
+    """Return the name of the cookie that carries a token. It reveals nothing about the token."""
     return f"penstock_{hashlib.sha256(token.encode()).hexdigest()[:12]}"
 
 
 class Guard:
-    """Lets through what carries the token and is addressed to us."""
+    """Passes requests with the token and a loopback Host header to the app, rejects others."""
 
     def __init__(self, app: App, *, token: str) -> None:
         if len(token) < 22:
             raise ConfigError(f"token: {len(token)} characters; at least 22, which hold 128 bits")
         self._app, self._token = app, token
         self.closing = threading.Event()
-        """Set when the server ends; streams that are open end then."""
-        # Cookies know no ports: two viewers on one machine, or behind two tunnels, must not overwrite each other's.
+        """Set when the server shuts down. Open streams end then."""
+        # Cookies are shared between ports. Two viewers on one machine must not overwrite each other's.
         self.cookie = cookie_name(token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,14 +77,14 @@ class Guard:
         elif self._has_cookie(scope):
             await self._app(scope, receive, _with_headers(send))
         else:
-            await _answer(send, 403, "This page needs the token of the URL that was printed; open that URL again.\n")
+            await _answer(send, 403, "This page needs the token in the printed URL; open that URL again.\n")
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         if scope["method"] not in ("GET", "HEAD"):
             return 405, "Only GET and HEAD.\n"
         hosts = _values(scope, b"host")
         if len(hosts) != 1 or not _HOST.fullmatch(hosts[0]):
-            return 421, "This name does not lead here; use the URL that was printed, or 127.0.0.1 with your port.\n"
+            return 421, "Unknown host name; use the printed URL, or 127.0.0.1 with your port.\n"
         if any(origin.lower() != f"http://{hosts[0].lower()}" for origin in _values(scope, b"origin")):
             return 403, "Not from another site.\n"
         if any(site not in ("same-origin", "none") for site in _values(scope, b"sec-fetch-site")):

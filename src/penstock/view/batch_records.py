@@ -1,8 +1,8 @@
-"""From a micro-batch and what the loss did with it to records, with null on tokens for which nothing was measured.
+"""Convert a micro-batch and its loss terms to records, with null on tokens without a measured value.
 
-A micro-batch has 0.0 where a token has no log-probability, because arrays need a number. A record must not, or every
-mean over it would count "probability 1" for tokens that nobody sampled. So null stands on them, on what the loss
-computed from them, and on a sequence's first token for what the model predicts: it has predicted nothing there.
+A micro-batch has 0.0 where a token has no log-probability, because arrays need a number. In a record that would count
+as "probability 1" in every mean, for tokens that were never sampled. So records have null on them and on everything
+the loss computed from them. Model predictions are null on the first token of a sequence, where nothing was predicted.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ _COMPARED = {c.name for c in TABLE if c.null == "unsampled" or c.name.startswith
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Snapshot:
-    """A micro-batch and what the loss did with it, on the host and nobody else's: safe to write later."""
+class BatchCopy:
+    """A copy of a micro-batch and its loss terms on the host, safe to write after training has moved on."""
 
     batch: MicroBatch
     columns: dict[str, Cells]
-    """[T, ...] by export name: all of the table that batch and terms have."""
+    """[T, ...] by export name: every column of the table that the batch or the terms have."""
     rules: Mapping[str, Mapping[str, float | str]]
 
     @staticmethod
-    def of(batch: MicroBatch, terms: Terms | None, *, omit: Collection[str] = ()) -> Snapshot:
-        """Copy what will be exported; the only part of exporting that costs the training thread time. None for terms:
-        no loss has seen the batch."""
+    def of(batch: MicroBatch, terms: Terms | None, *, omit: Collection[str] = ()) -> BatchCopy:
+        """Copy what will be exported. This is the only part of exporting that costs the training thread time.
+
+        `terms` is None for a batch without a loss.
+        """
         columns: dict[str, Cells] = {}
         for column in TABLE:
             if column.name in omit:
@@ -54,20 +56,22 @@ class Snapshot:
             if len(found) != batch.num_tokens:
                 raise InvalidInput(
                     f"{column.attribute}: {len(found)} values for {batch.num_tokens} tokens; "
-                    "give one per token of the micro-batch, padding included"
+                    "give one per token of the micro-batch, including padding"
                 )
             columns[column.name] = found
         trained = _to_host(getattr(terms, "trained", None), "bool")
         if trained is not None and len(trained) == batch.num_tokens:
-            columns["loss_mask"] = trained & batch["loss_mask"]  # the loss may have been given less than was packed
+            columns["loss_mask"] = (
+                trained & batch["loss_mask"]
+            )  # the loss may have been given a smaller mask than was packed
         own = [name for name in batch.columns if name not in _OF_BATCH and name not in omit]
         columns |= {name: copied(batch.columns[name]) for name in own}
-        return Snapshot(batch=batch, columns=columns, rules={} if terms is None else terms.rules)
+        return BatchCopy(batch=batch, columns=columns, rules={} if terms is None else terms.rules)
 
     def records(
-        self, facts: Mapping[str, Any], policy_version: int | None, *, untrained: bool = False
+        self, fields: Mapping[str, Any], policy_version: int | None, *, untrained: bool = False
     ) -> Iterator[Record]:
-        """One record per sequence that has a trained token; padding and dummies have none. `untrained`: of all."""
+        """Yield one record per sequence with a trained token, `untrained`: of all. Padding and dummies have none."""
         segments, columns = self.batch.segments, self._measured()
         forms = {name: form_of(values) for name, values in columns.items() if name not in COLUMNS}
         for i, (start, count) in enumerate(zip(segments.offsets.tolist(), segments.lengths.tolist(), strict=True)):
@@ -79,8 +83,8 @@ class Snapshot:
             rule = self.rules.get(mode, self.rules.get(""))
             found = {name: values[own] for name, values in columns.items() if _applies(name, mode)}
             yield Record(
-                facts={
-                    **facts,
+                fields={
+                    **fields,
                     "micro_sequence_idx": i,
                     **named,
                     "staleness": None if policy_version is None or version is None else policy_version - version,
@@ -92,7 +96,7 @@ class Snapshot:
             )
 
     def _measured(self) -> dict[str, Cells]:
-        """The columns with NaN on tokens for which nothing was measured."""
+        """Return the columns with NaN on tokens without a measured value."""
         out, offsets = dict(self.columns), self.batch.segments.offsets
         absent = {column.name: self._unrecorded(column) for column in TABLE if column.null == "unrecorded"}
         for name, values in self.columns.items():
@@ -104,10 +108,10 @@ class Snapshot:
         return out
 
     def _unrecorded(self, column: ExportColumn) -> NDArray[np.bool_]:
-        """[T] tokens without a value in a log-probability column: 0.0 stands there, and nothing says it was measured.
+        """Return [T] flags of tokens without a recorded value in a log-probability column.
 
-        Trained tokens of a mode that cannot do without the column have it (packing refuses others), so there 0.0 is
-        a probability of 1. Anywhere else it is what packing filled in.
+        Packing fills missing values with 0.0. Trained tokens of a mode that requires the column always have it (packing
+        rejects them otherwise), so there 0.0 is a real probability of 1. Anywhere else it is the filler.
         """
         segments, trained = self.batch.segments, self.columns["loss_mask"]
         values = self.columns.get(column.name)
@@ -119,7 +123,7 @@ class Snapshot:
         return missing
 
     def _named(self, i: int) -> dict[str, Any]:
-        """What the sample of a segment is: its columns per sample, null where empty or not known."""
+        """Return the per-sample columns of a segment, None where empty or unknown."""
         out: dict[str, Any] = {}
         for name, column in OF_SAMPLE.items():
             if column.name == "run":

@@ -1,8 +1,8 @@
-"""Where two recorded runs first differ: the first step, sample, token and column that is not the same in both.
+"""Find the first difference between two exported runs: step, sample, token and column.
 
-Steps are compared in order, samples by id (by place where they have none), tokens in order, and at the first token
-that differs the columns in the order of the table, what went in before what came out. A difference in what came out
-with nothing different in what went in is the trainer's; one in the ids or log-probabilities is the data's.
+Steps are compared in order, samples by id (by position without one), tokens in order. At the first token that differs,
+columns are compared in table order, inputs before results. A difference in results with equal inputs comes from the
+trainer; one in ids or sampler log-probabilities comes from the data.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from penstock.errors import InvalidInput
 from penstock.view.reader import Export, Step
 from penstock.view.record import OF_SAMPLE, TABLE, ExportColumn, Record
 
-_FACTS = ("staleness", *(name for name in OF_SAMPLE if name not in ("sample_id", "run_id")))
-"""Compared where tokens are the same; samples are paired by id, and two runs may have two names."""
+_FIELDS = ("staleness", *(name for name in OF_SAMPLE if name not in ("sample_id", "run_id")))
+"""Compared if all tokens are equal. Without the id, which pairs samples, and the run, whose name may differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +28,9 @@ class Parting:
     """The first difference, and how much was the same before it."""
 
     what: str
-    """same, steps, samples, length, fact, or token."""
+    """same, steps, samples, length, field, or token."""
     sentence: str
-    """For people."""
+    """The difference in a sentence."""
     steps_compared: int
     samples_compared: int
     tokens_compared: int
@@ -39,7 +39,7 @@ class Parting:
     token: int | None = None
     column: str | None = None
     values: tuple[Any, Any] | None = None
-    """On either side; None for null."""
+    """The two values, None for null."""
     rank: int | None = None
 
 
@@ -61,7 +61,7 @@ class _Count:
 
 
 def compare(a: Export, b: Export, *, run: str | None = None, step: int | None = None) -> Parting:
-    """The first difference between two exports, over the finished steps of both or in one of them."""
+    """Find the first difference between two exports, over all finished steps or in step `step`."""
     count = _Count()
     steps = [{one.number: one for one in export.steps(run)} for export in (a, b)]
     numbers = sorted(set(steps[0]) | set(steps[1])) if step is None else [step]
@@ -110,7 +110,7 @@ def _compare_steps(a: Step, b: Step, count: _Count) -> Parting | None:
 
 
 def _by_name(step: Step) -> dict[str, Record]:
-    """Records by sample id; a sample trained twice in a step counts both times."""
+    """Return records by sample id. A sample trained twice in a step gets a second name."""
     found: dict[str, Record] = {}
     for record in step.records():
         name, again = record.label, 1
@@ -127,7 +127,7 @@ def _only(step: int, name: str, side: str, shared: int, count: _Count) -> Partin
 
 
 def _compare_records(step: int, name: str, a: Record, b: Record, count: _Count) -> Parting | None:
-    where = {"step": step, "sample_id": name, "rank": a.facts.get("rank")}
+    where = {"step": step, "sample_id": name, "rank": a.fields.get("rank")}
     token = _first_token(a, b)
     if token is not None:
         index, column, values = token
@@ -137,16 +137,16 @@ def _compare_records(step: int, name: str, a: Record, b: Record, count: _Count) 
     if a.num_tokens != b.num_tokens:
         sentence = f"The runs first differ at step {step}, sample {name}: {a.num_tokens} against {b.num_tokens} tokens."
         return count.parting("length", sentence, token=min(a.num_tokens, b.num_tokens) - 1, **where)
-    for fact in _FACTS:
-        pair = (a.facts.get(fact), b.facts.get(fact))
+    for field in _FIELDS:
+        pair = (a.fields.get(field), b.fields.get(field))
         if pair[0] != pair[1]:
-            sentence = f"The runs first differ at step {step}, sample {name}, in {fact}: {pair[0]} against {pair[1]}."
-            return count.parting("fact", sentence, column=fact, values=pair, **where)
+            sentence = f"The runs first differ at step {step}, sample {name}, in {field}: {pair[0]} against {pair[1]}."
+            return count.parting("field", sentence, column=field, values=pair, **where)
     return None
 
 
 def _first_token(a: Record, b: Record) -> tuple[int, str, tuple[Any, Any]] | None:
-    """The first token that differs in any column, and the first such column; over the length both have."""
+    """Return the first token that differs in any column, and the first such column, over the common length."""
     length = min(a.num_tokens, b.num_tokens)
     best: tuple[int, str] | None = None
     own = a.own | b.own
@@ -164,14 +164,14 @@ def _first_token(a: Record, b: Record) -> tuple[int, str, tuple[Any, Any]] | Non
 
 
 def _differing(left: Array, right: Array) -> Array:
-    """Tokens that are not the same on both sides; null equals null."""
+    """Return the tokens that differ. Null equals null."""
     if left.shape != right.shape and 1 not in (left.shape[1], right.shape[1]):
         return np.arange(len(left))
     return np.flatnonzero(((left != right) & ~(np.isnan(left) & np.isnan(right))).any(1))
 
 
 def _differing_lists(left: Ragged, right: Ragged) -> Array:
-    """Tokens whose lists are not the same on both sides."""
+    """Return the tokens whose lists differ."""
     alike = left.lengths == right.lengths
     own, other = left.only(alike).values, right.only(alike).values
     token = np.repeat(np.arange(len(left)), np.where(alike, left.lengths, 0))
@@ -179,13 +179,13 @@ def _differing_lists(left: Ragged, right: Ragged) -> Array:
 
 
 def _lists(record: Record, column: ExportColumn, length: int) -> Ragged:
-    """One list per token; empty ones where the record lacks the column."""
+    """Return one list per token, empty if the record lacks the column."""
     lists: Ragged | None = record.columns.get(column.name)
     return Ragged.empty(length, column.dtypes[0]) if lists is None else lists[:length]
 
 
 def _values(record: Record, name: str, length: int) -> Array:
-    """[length, values per token]; one null per token where the record lacks the column."""
+    """Return [length, values per token], one null per token if the record lacks the column."""
     values: Array | None = record.columns.get(name)
     if values is None:
         return np.full((length, 1), np.nan)
@@ -200,7 +200,7 @@ def _cell(record: Record, name: str, index: int) -> Any:
         return values[index].tolist()
     if values.dtype.kind == "f" and not np.isfinite(values[index]):
         return None
-    # float32 values as they are written in the export, not with the digits that float64 adds
+    # The shortest float32 text, as in the export: 0.1, not 0.10000000149 as float64 would print it.
     return float(str(values[index])) if values.dtype.kind == "f" else values[index].item()
 
 

@@ -1,8 +1,8 @@
 """Export what the trainer did with every token, off the training thread.
 
-The training thread copies a micro-batch and its terms to the host and puts them into a bounded queue; a writer thread
-cuts them into records, writes and syncs them. A full queue makes `write` wait: nothing is dropped in silence. What
-goes wrong in the writer is raised by the next call.
+The training thread copies a micro-batch and its terms to the host and puts them into a bounded queue. A writer thread
+cuts them into records, writes and syncs them. `write` blocks while the queue is full; nothing is dropped silently.
+Errors of the writer are raised by the next call.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsFloat
 
 from penstock.errors import Closed, ConfigError, InvalidInput, PenstockError, StorageError, WaitTimeout
 from penstock.packing import MicroBatch, Totals
-from penstock.view.batch_records import Snapshot
-from penstock.view.folders import Done, PackedBatch, all_done, make_folder, promote, reopen, step_folder
+from penstock.view.batch_records import BatchCopy
+from penstock.view.folders import Done, PackedBatch, RankLock, all_done, make_folder, promote, reopen, step_folder
 from penstock.view.jsonl import Jsonl
 from penstock.view.keep_rules import Everything, Keep
-from penstock.view.rank_lock import RankLock
 from penstock.view.record import COLUMNS, SCHEMA_VERSION, finite
 from penstock.view.step_files import Format, StepFile
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class NumberedStep(Protocol):
-    """A step as a source gives it."""
+    """A step as a source returns it."""
 
     @property
     def number(self) -> int: ...
@@ -46,9 +45,9 @@ _Key = tuple[str, int]
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Write:
     key: _Key
-    facts: dict[str, Any]
+    fields: dict[str, Any]
     packed: PackedBatch
-    snapshot: Snapshot
+    copy: BatchCopy
     policy_version: int | None
 
 
@@ -64,8 +63,8 @@ class _Finish:
 class TokenExporter:
     """Writes one record per trained sequence, one file per step and rank.
 
-    `write` every micro-batch with the terms its loss returned; `close_step` after the optimizer step. The step counts
-    as finished, for readers, when all `world` ranks have closed it.
+    Call `write` for every micro-batch with the terms its loss returned, and `close_step` after the optimizer step.
+    Readers see the step once all `world` ranks have closed it.
 
     >>> import tempfile, torch
     >>> from penstock import Sample, pack, to_torch
@@ -77,7 +76,7 @@ class TokenExporter:
     ...     exporter.write(1, batch, terms)
     ...     exporter.close_step(1)
     >>> from penstock.view import Export
-    >>> [record.facts["sample_id"] for record in Export(folder).step(1).records()]
+    >>> [record.fields["sample_id"] for record in Export(folder).step(1).records()]
     ['a']
     """
 
@@ -100,9 +99,9 @@ class TokenExporter:
 
         `every` exports only steps whose number it divides; `keep` chooses records within a step; `omit` names columns
         that are left out (routed experts are hundreds of numbers per token); `max_bytes` limits the file of one step,
-        and what is left out is counted. `attempt` names this life of the run, the same on all
-        ranks: without it, right after a restart, a step whose other ranks have not begun again may for a moment be
-        shown with their old files. `barrier` makes `close_step` wait for all ranks instead.
+        and records left out are counted. `attempt` names this start of the run, the same on all ranks. Without it, a
+        step may briefly be shown with old files of other ranks right after a restart, until these ranks begin it
+        again. `barrier` makes `close_step` wait for all ranks instead.
         """
         if not 0 <= rank < world or every < 1 or queue_batches < 1:
             raise ConfigError(
@@ -119,12 +118,12 @@ class TokenExporter:
         self._attempt, self._barrier = attempt, barrier
         self._micro_steps: dict[int, int] = {}
         self._begun: dict[_Key, float | None] = {}
-        """Steps being written, and when the trainer's step before their first one ended."""
+        """Open steps, and when the trainer step before each one ended."""
         self._closed_steps: set[_Key] = set()
         self._dummies: list[tuple[str, PackedBatch]] = []
-        """Since the last step of a run that was closed, with the run where they say one."""
+        """Dummies since the last closed step, with their run or ""."""
         self._last_close: tuple[int, float] | None = None
-        """The trainer's step that was closed last, exported or not, and when."""
+        """The last closed trainer step, exported or not, and when."""
         self._error: BaseException | None = None
         self._queue: queue.Queue[_Write | _Finish | None] = queue.Queue(queue_batches)
         make_folder(self.folder)
@@ -141,10 +140,10 @@ class TokenExporter:
         policy_version: int | None = None,
         run_step: int | None = None,
     ) -> None:
-        """Export one micro-batch; call it for every one, dummies too, so that they are numbered alike on all ranks.
+        """Export one micro-batch. Call it for dummies too, so that micro-batches have the same numbers on all ranks.
 
-        `policy_version` is the version being trained: it gives each sample its staleness. `run_step` is the step of
-        the batch's run, where that is counted apart from the trainer's.
+        `policy_version` is the version being trained, from which each sample's staleness follows. `run_step` is the
+        step of the batch's run if that is counted separately from the trainer's.
         """
         number = step if isinstance(step, int) else step.number
         if number % self.every:
@@ -155,13 +154,13 @@ class TokenExporter:
         self._micro_steps[number] = micro_step + 1
         packed = _describe(batch, number, micro_step)
         key = (batch.run, number if run_step is None else run_step)
-        # A dummy has no record and may not know its run: it takes back a step that is there, and makes none.
+        # A dummy has no record and may not know its run: it reopens an existing step but creates none.
         if not batch.is_dummy or step_folder(self.folder, *key).is_dir():
             self._begin(key, number)
         if batch.is_dummy:
             self._dummies.append((batch.run, packed))
             return
-        facts = {
+        fields = {
             "schema_version": SCHEMA_VERSION,
             "step": number,
             "export_step": key[1],
@@ -170,8 +169,8 @@ class TokenExporter:
             "micro_sequence_idx": 0,
             "export_sequence_idx": 0,
         }
-        snapshot = Snapshot.of(batch, terms, omit=self._omit)
-        self._queue.put(_Write(key=key, facts=facts, packed=packed, snapshot=snapshot, policy_version=policy_version))
+        copy = BatchCopy.of(batch, terms, omit=self._omit)
+        self._queue.put(_Write(key=key, fields=fields, packed=packed, copy=copy, policy_version=policy_version))
 
     def close_step(
         self,
@@ -180,11 +179,11 @@ class TokenExporter:
         runs: Mapping[str, int] | None = None,
         metrics: Mapping[str, SupportsFloat] | None = None,
     ) -> None:
-        """This rank has written all of the step. Does not wait for the disk, unless there is a barrier.
+        """Declare that this rank has written all of the step. Does not wait for the disk unless there is a barrier.
 
-        `runs` gives the runs whose own step is complete, and its number; by default every run of the step is, and its
-        step is the trainer's. `metrics` are kept with the step and drawn by the viewer; what is not a finite number is
-        kept as null. Call it for every step, exported or not: tokens per second are counted from one to the next.
+        `runs` maps runs whose own step is complete to its number. By default that is every run of the step, with the
+        trainer's number. `metrics` are stored with the step and drawn by the viewer, null if not finite. Call this for
+        every step, exported or not: tokens per second are measured from one call to the next.
         """
         number = step if isinstance(step, int) else step.number
         if number % self.every:
@@ -199,11 +198,11 @@ class TokenExporter:
         now = time.monotonic()
         self._micro_steps.pop(number, None)
         for key in runs.items():
-            self._begin(key, number)  # a rank without a sequence of this run still says so
+            self._begin(key, number)  # a rank without a sequence of this run still writes its marker
             before = self._begun.pop(key)
             self._closed_steps.add(key)
             seconds = None if before is None else now - before
-            # A dummy that names no run is the only run's; with several nobody can say whose it is.
+            # A dummy without a run belongs to the only run. With several, its owner is unknown and it is not counted.
             dummies = [packed for run, packed in self._dummies if run == key[0] or (not run and len(runs) == 1)]
             self._queue.put(_Finish(key=key, step=number, seconds=seconds, metrics=kept, dummies=dummies))
         if runs:
@@ -216,7 +215,7 @@ class TokenExporter:
                 self._promote(step_folder(self.folder, run, at))
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until everything given so far is written; steps that were closed are then on disk."""
+        """Wait until everything passed so far is written. Closed steps are then on disk."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._queue.all_tasks_done:
             while self._queue.unfinished_tasks:
@@ -229,7 +228,7 @@ class TokenExporter:
         self._check()
 
     def close(self) -> None:
-        """Write what was given and stop. Steps that were not closed stay invisible."""
+        """Write what is queued and stop. Steps that were not closed stay invisible."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
@@ -249,8 +248,10 @@ class TokenExporter:
             raise _as_ours(self._error)
 
     def _begin(self, key: _Key, number: int) -> None:
-        """Before a step's first record: take back what an attempt before said of it. Here, not in the writer thread:
-        once any rank is past its optimizer step, every rank has done so."""
+        """Remove the markers of an earlier attempt before a step's first record.
+
+        Done here, not in the writer thread: once any rank is past its optimizer step, every rank has removed its own.
+        """
         if key in self._begun:
             return
         if key in self._closed_steps:
@@ -268,7 +269,9 @@ class TokenExporter:
             try:
                 if item is None:
                     break
-                if self._error is None:  # after an error the queue is only emptied, so that nobody waits for it
+                if (
+                    self._error is None
+                ):  # after an error the queue is only drained, so that `write` and `flush` do not block
                     self._handle(item, files)
             except Exception as error:  # noqa: BLE001 - raised on the training thread by the next call
                 self._error = error
@@ -279,9 +282,9 @@ class TokenExporter:
 
     def _handle(self, item: _Write | _Finish, files: dict[_Key, StepFile]) -> None:
         if isinstance(item, _Write):
-            file = self._file(item.key, item.facts["step"], files)
+            file = self._file(item.key, item.fields["step"], files)
             file.micro_batches.append(item.packed)
-            file.add(item.snapshot.records(item.facts, item.policy_version))
+            file.add(item.copy.records(item.fields, item.policy_version))
             return
         file = self._file(item.key, item.step, files)
         del files[item.key]
@@ -327,7 +330,7 @@ def _describe(batch: MicroBatch, step: int, micro_step: int) -> PackedBatch:
 
 
 def _numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float | None]:
-    """Metrics as plain numbers, from numpy and torch too; None for NaN and infinity."""
+    """Convert metrics to plain numbers, also from numpy and torch. None for NaN and infinity."""
     out: dict[str, float | None] = {}
     for name, value in metrics.items():
         try:
@@ -347,7 +350,7 @@ def _as_ours(error: BaseException) -> BaseException:
 
 @dataclass(frozen=True, slots=True)
 class NoExport:
-    """An exporter that does nothing: what a training loop holds when export is off."""
+    """An exporter that does nothing, for training loops with export switched off."""
 
     folder: None = field(default=None, init=False)
 

@@ -1,19 +1,22 @@
-"""Where exports lie, and the order of writes by which a finished step can be told from a half-written one.
+"""The folder layout of exports, and the write order that separates finished steps from half-written ones.
 
-    <folder>/token_exports/step_12/rank_0.jsonl      records of one rank; appears whole, or not at all
+    <folder>/token_exports/step_12/rank_0.jsonl      records of one rank, complete or absent
     <folder>/token_exports/step_12/rank_0.done       that rank has synced its file: count, size, digest, summary
-    <folder>/token_exports/step_12/STABLE            every rank has; empty
+    <folder>/token_exports/step_12/STABLE            every rank has; an empty file
     <folder>/<run>/token_exports/...                 the same for a named run
 
-A file grows as `.rank_0.jsonl.part`, is synced, then renamed; its marker follows, then STABLE. Before a step is
-written again, after a restart, its STABLE and this rank's marker go first; the finished file of the attempt before
-stays beside the new one as `rank_0.jsonl.1`.
+A file grows as `.rank_0.jsonl.part`, is synced, then renamed; its marker follows, then STABLE. When a
+step is written again after a restart, its STABLE and this rank's marker are removed first. The finished file of the
+earlier attempt stays next to the new one as `rank_0.jsonl.1`.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.atomic import folder_errors, rename, replacing, sync
-from penstock.errors import ConfigError, CorruptFile, StorageError
+from penstock.errors import ConfigError, Conflict, CorruptFile, StorageError
 from penstock.view.tallies import Count, Summary
 
 EXPORTS = "token_exports"
@@ -29,15 +32,18 @@ STABLE = "STABLE"
 _MARKER = re.compile(r"rank_(\d{1,9})\.done")
 _STEP = re.compile(r"step_(\d{1,18})")
 _SAFE_RUN = re.compile(r"(?![.-])[A-Za-z0-9_.-]{1,128}")
+_mutex = threading.Lock()
+_held: set[Path] = set()
+"""Locks held by this process: a POSIX record lock excludes only other processes."""
 
 
 class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """How a micro-batch was packed; what the step page draws."""
+    """How a micro-batch was packed, for the drawing on the step page."""
 
     step: Count
     micro_step: Count
     tokens: Count
-    """Computed, padding included."""
+    """Computed tokens, including padding."""
     padding: Count
     samples: list[Count]
     """Tokens of each."""
@@ -46,12 +52,12 @@ class PackedBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's word that its part of a step is on disk."""
+    """A rank's marker: its part of a step is on disk."""
 
     rank: Count
     world: Count
     attempt: str
-    """The life of the run that wrote it; STABLE needs the same on every rank."""
+    """The start of the run that wrote it. STABLE requires the same on every rank."""
     file: str = ""
     num_bytes: Count = 0
     digest: str = ""
@@ -60,16 +66,16 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     skipped: Count = 0
     """Records left out by sampling or by the size limit."""
     seconds: float | None = None
-    """From the end of the trainer's step before this one; None where that is not known."""
+    """Time since the end of the previous trainer step, None if unknown."""
     summary: Summary | None = None
     """Over all sequences of the step on this rank, exported or not."""
     micro_batches: list[PackedBatch] = []
     metrics: dict[str, float | None] = {}
-    """Whatever the training loop gave; None for what was not a number."""
+    """Passed by the training loop. None for values that were not finite."""
 
 
 def exports_of(folder: Path, run: str) -> Path:
-    """The exports of a run; `run` is "" where there is only one."""
+    """Return the export folder of a run. `run` is "" if there is only one."""
     if run and not _SAFE_RUN.fullmatch(run):
         raise ConfigError(f"run {run[:80]!r}: cannot name a folder; give 1 to 128 of A-Z a-z 0-9 _ . -")
     return folder / run / EXPORTS if run else folder / EXPORTS
@@ -80,13 +86,13 @@ def step_folder(folder: Path, run: str, step: int) -> Path:
 
 
 def step_number(path: Path) -> int | None:
-    """The number in a step folder's name; None for any other folder."""
+    """Return the number in a step folder's name, None for any other folder."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def make_folder(path: Path) -> None:
-    """Make it; a shared filesystem may say it exists although that was allowed."""
+    """Create a folder. Some shared filesystems report FileExistsError in spite of exist_ok."""
     with folder_errors(path):
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -96,7 +102,7 @@ def make_folder(path: Path) -> None:
 
 
 def reopen(path: Path, rank: int) -> None:
-    """Before a step is written: nothing of an attempt before may call it finished."""
+    """Prepare a step for writing: remove markers of an earlier attempt that call it finished."""
     make_folder(path)
     for name in (STABLE, f"rank_{rank}.done"):
         with suppress(FileNotFoundError):
@@ -105,7 +111,7 @@ def reopen(path: Path, rank: int) -> None:
 
 
 def publish(part: Path, final: Path) -> None:
-    """Give a synced file its name; what had that name stays beside it under a number."""
+    """Rename a synced file to its final name. A file of that name is kept under a number."""
     if final.exists():
         numbers = (n for n in range(1, 1 << 30) if not Path(f"{final}.{n}").exists())
         os.link(final, f"{final}.{next(numbers)}")
@@ -113,7 +119,7 @@ def publish(part: Path, final: Path) -> None:
 
 
 def write_done(path: Path, done: Done) -> None:
-    """Write a rank's marker atomically; one that could not be read back is not written, it raises."""
+    """Write a rank's marker atomically. Raises, without writing, if it could not be read back."""
     marker = path / f"rank_{done.rank}.done"
     data = msgspec.json.format(msgspec.json.encode(done), indent=1)
     _decoded(data, marker, done.rank)
@@ -122,7 +128,7 @@ def write_done(path: Path, done: Done) -> None:
 
 
 def read_done(path: Path, rank: int) -> Done | None:
-    """A rank's marker; None where there is none."""
+    """Read a rank's marker, None if there is none."""
     marker = path / f"rank_{rank}.done"
     try:
         return _decoded(marker.read_bytes(), marker, rank)
@@ -137,25 +143,25 @@ def _decoded(data: bytes, marker: Path, rank: int) -> Done:
         raise CorruptFile(
             f"{marker}: not a rank's marker: {error}; export the step again or remove its folder"
         ) from None
-    # The name is checked because it is opened: a marker leads to its rank's file and to no other.
+    # The name is checked because it is opened later: a marker must not lead to any file but its rank's.
     if done.rank != rank or not re.fullmatch(rf"rank_{rank}\.\w{{1,16}}", done.file, re.ASCII):
         raise CorruptFile(f"{marker}: says rank {done.rank}, file {done.file[:80]!r}; export the step again")
     return done
 
 
 def marked_ranks(path: Path) -> list[int]:
-    """Ranks that have a marker in a step's folder."""
+    """List the ranks with a marker in a step's folder."""
     return sorted(int(match[1]) for one in path.iterdir() if (match := _MARKER.fullmatch(one.name)))
 
 
 def all_done(path: Path, attempt: str, world: int) -> bool:
-    """Whether every rank of this attempt has finished."""
+    """Return whether every rank of this attempt has finished."""
     marks = (read_done(path, rank) for rank in range(world))
     return all(mark is not None and (mark.attempt, mark.world) == (attempt, world) for mark in marks)
 
 
 def promote(path: Path) -> None:
-    """Call the step finished; any number of ranks may do so at once."""
+    """Mark the step as finished. Several ranks may do so at once."""
     (path / STABLE).touch()
     sync(path)
 
@@ -164,3 +170,42 @@ def steps_in(exports: Path) -> Iterator[tuple[int, Path]]:
     """Step folders, by number."""
     found = [(number, path) for path in exports.glob("step_*") if (number := step_number(path)) is not None]
     return iter(sorted(found))
+
+
+class RankLock:
+    """Excludes a second exporter of the same rank, which would write into the same file.
+
+    Held until `release` or the end of the process. Forked children do not inherit it.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        """Raise Conflict if another exporter has it."""
+        self._pid, self._path = os.getpid(), folder.resolve() / f".rank_{rank}.lock"
+        with _mutex:
+            if self._path in _held:
+                raise _taken(folder, rank, "this process")
+            with folder_errors(self._path):
+                self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    holder = os.pread(self._file, 32, 0).decode(errors="replace").strip() or "unknown"
+                    os.close(self._file)
+                    raise _taken(folder, rank, f"process {holder}") from None
+                # a filesystem without locks: continue without one
+            os.pwrite(self._file, f"{os.getpid():<16}\n".encode(), 0)
+            _held.add(self._path)
+
+    def release(self) -> None:
+        with _mutex:
+            if self._path in _held and os.getpid() == self._pid:
+                _held.discard(self._path)
+                os.close(self._file)
+
+
+def _taken(folder: Path, rank: int, holder: str) -> Conflict:
+    return Conflict(
+        f"{folder}: another exporter of rank {rank} ({holder}) writes here; give each process its own rank=, and "
+        "export from one process of each rank"
+    )

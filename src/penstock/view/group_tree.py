@@ -1,4 +1,4 @@
-"""The rollouts of a group as a tree: what all of them share stands once, and branches open where they differ."""
+"""Arrange the rollouts of a group as a tree: shared tokens appear once, branches open where rollouts differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_NODES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Tokens that the same rollouts have in common, after those of the parent."""
+    """Tokens that a set of rollouts shares, after those of the parent."""
 
     parent: int
     """Index of the branch it follows; -1 for the first."""
@@ -21,11 +21,11 @@ class Branch:
     """Position of its first token in each of its members."""
     end: int
     members: tuple[int, ...]
-    """Rollouts that pass it, by index."""
+    """Indexes of the rollouts that contain it."""
 
 
 def branches(sequences: Sequence[NDArray[np.int64]]) -> list[Branch]:
-    """The tree of token sequences, parents before children, members in the order given.
+    """Build the tree of token sequences, parents before children, members in the given order.
 
     >>> a, b, c = (np.array(ids) for ids in ([1, 2, 3], [1, 2, 4, 5], [1, 2, 4, 6]))
     >>> [(one.parent, one.start, one.end, one.members) for one in branches([a, b, c])]
@@ -45,7 +45,7 @@ def branches(sequences: Sequence[NDArray[np.int64]]) -> list[Branch]:
 
 
 def _common(rests: list[NDArray[np.int64]]) -> int:
-    """How many first tokens all of them have in common."""
+    """Return the length of the common prefix."""
     length = min(len(rest) for rest in rests)
     differs = np.zeros(length, np.bool_)
     for rest in rests[1:]:
@@ -55,7 +55,7 @@ def _common(rests: list[NDArray[np.int64]]) -> int:
 
 
 def _split(sequences: Sequence[NDArray[np.int64]], members: tuple[int, ...], at: int) -> list[tuple[int, ...]]:
-    """The members by their next token; each that has ended stands alone, so that the number of parts grows."""
+    """Group members by their next token. Each that has ended is a part of its own, so that the loop makes progress."""
     parts: dict[tuple[str, int], list[int]] = {}
     for member in members:
         rest = sequences[member]

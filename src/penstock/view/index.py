@@ -1,11 +1,13 @@
-"""An index of a step's records: one small row per sample, where its line lies, and its tokens as flat arrays.
+"""Index a step's records: one small row per sample, the position of its line, its token ids, and a search in them.
 
-Built by reading the step once; the rows are what the viewer lists, filters and sorts, the lines are served as they
-are when a sample is opened.
+Building it reads the step once. The viewer lists, filters and sorts the rows, and serves a line unchanged when a sample
+is opened.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +17,11 @@ from numpy.typing import NDArray
 from penstock.errors import UnknownKey
 from penstock.view.masking_rules import disagreement
 from penstock.view.reader import ReadLine, Step
-from penstock.view.record import OF_SAMPLE, Record
-from penstock.view.skipped import Skipped
+from penstock.view.record import OF_SAMPLE, Record, Skipped
 from penstock.view.step_tokens import StepTokens
 from penstock.view.tallies import Tally, reward_of
+
+_IDS = re.compile(r"\d{1,10}(?:[\s,]+\d{1,10})*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +30,10 @@ class StepIndex:
 
     rows: list[dict[str, Any]]
     lines: list[ReadLine]
-    """What reads each of them again."""
+    """Functions that read each sample's line again."""
     summary: dict[str, Any]
     tokens: StepTokens
-    """Trained ones."""
+    """Trained tokens."""
     ids: list[NDArray[np.int64]]
     """All token ids of each sample."""
     skipped: Skipped
@@ -50,19 +53,19 @@ class StepIndex:
         return StepIndex(rows=rows, lines=lines, summary=tally.as_dict(), tokens=tokens, ids=ids, skipped=skipped)
 
     def line(self, index: int) -> bytes:
-        """A record as one line of strict JSON."""
+        """Return a record as one line of strict JSON."""
         if not 0 <= index < len(self.lines):
             raise UnknownKey(f"sample {index}: the step has {len(self.lines)}, counted from 0")
         return self.lines[index]()
 
 
 def describe(record: Record) -> dict[str, Any]:
-    """What the list shows of a sample, and what it is filtered and sorted by."""
-    columns, facts, mask = record.columns, record.facts, record.columns["loss_mask"]
+    """Return a sample's row: the values shown in the list and used for filtering and sorting."""
+    columns, fields, mask = record.columns, record.fields, record.columns["loss_mask"]
     masked = columns.get("is_masked")
     return {
-        **{name: facts.get(name) for name in (*OF_SAMPLE, "rank", "micro_step", "staleness") if name != "rollout"},
-        **{name: (facts.get("rollout") or {}).get(name) for name in ("truncated", "stop_condition", "seconds")},
+        **{name: fields.get(name) for name in (*OF_SAMPLE, "rank", "micro_step", "staleness") if name != "rollout"},
+        **{name: (fields.get("rollout") or {}).get(name) for name in ("truncated", "stop_condition", "seconds")},
         "tokens": record.num_tokens,
         "loss_tokens": int(np.count_nonzero(mask)),
         "reward": reward_of(record),
@@ -76,16 +79,16 @@ def describe(record: Record) -> dict[str, Any]:
         "max_entropy": _most(columns.get("entropy"), mask),
         "mean_entropy": _mean(columns.get("entropy"), mask),
         "disagreement": disagreement(record),
-        "images": len(facts.get("images") or ()),
+        "images": len(fields.get("images") or ()),
     }
 
 
 def trains(record: Record) -> bool:
-    """Whether there is something to learn from it: an RL sample without an advantage has no gradient."""
+    """Return whether a record contributes a gradient. An RL sample without an advantage does not."""
     advantages, mask = record.columns.get("advantages"), record.columns["loss_mask"]
     if not mask.any():
         return False
-    if record.facts.get("training_mode") != "rl" or advantages is None:
+    if record.fields.get("training_mode") != "rl" or advantages is None:
         return True
     return bool(np.any(advantages[mask] != 0))
 
@@ -103,3 +106,44 @@ def _most(values: Any, mask: Any) -> float | None:
 def _mean(values: Any, mask: Any) -> float | None:
     finite = _finite(values, mask)
     return float(finite.mean(dtype=np.float64)) if len(finite) else None
+
+
+def find(query: str, ids: Sequence[NDArray[np.int64]], texts: Mapping[int, str]) -> list[tuple[int, int]]:
+    """Find (sample, token) of the first match in each sample. The query is text or a sequence of token ids.
+
+    >>> find("6 2", [np.array([1, 6, 2]), np.array([6, 6])], {})
+    [(0, 1)]
+    """
+    wanted = query.strip()
+    found: dict[int, int] = {}
+    if _IDS.fullmatch(wanted):
+        numbers = np.array([int(part) for part in re.split(r"[\s,]+", wanted)])
+        found |= {i: at for i, own in enumerate(ids) if (at := _find_ids(own, numbers)) >= 0}
+    if wanted and texts:
+        needle = query.casefold() if wanted != query else wanted.casefold()
+        for i, own in enumerate(ids):
+            if i not in found and (at := _find_text(own, needle, texts)) >= 0:
+                found[i] = at
+    return sorted(found.items())
+
+
+def _find_ids(own: NDArray[np.int64], wanted: NDArray[np.int64]) -> int:
+    last = len(own) - len(wanted) + 1
+    if last < 1:
+        return -1
+    same = np.ones(last, np.bool_)
+    for offset, number in enumerate(wanted):
+        same &= own[offset : offset + last] == number
+    at = np.flatnonzero(same)
+    return int(at[0]) if len(at) else -1
+
+
+def _find_text(own: NDArray[np.int64], needle: str, texts: Mapping[int, str]) -> int:
+    """Return the token in which the text begins, -1 if it does not occur."""
+    pieces = [texts.get(i, "").casefold() for i in own.tolist()]
+    at = "".join(pieces).find(needle)
+    if at < 0:
+        return -1
+    # Pieces of lengths [2, 0, 3] end at [2, 2, 5]: character 2 belongs to token 2, past the empty piece.
+    ends = np.cumsum([len(piece) for piece in pieces])
+    return int(np.searchsorted(ends, at, side="right"))

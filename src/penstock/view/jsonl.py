@@ -1,9 +1,10 @@
-"""JSONL, written and read: one record per line, strict JSON, null for what is not a number.
+"""Write and read JSONL: one record per line, strict JSON, null for NaN.
 
-Floats are the shortest text that reads back. Arrays are formatted by orjson straight from their memory, about 30 ns per
-float where a loop over Python floats takes 500 to 1,000. A column that holds one number, as advantages and rewards
-often do, is formatted once and repeated. Other fields go through the standard library, escaped to ASCII: no name
-can hold a line separator. Reading checks every line: the table's types, all columns of one length.
+Floats are written as the shortest text that reads back to the same value. Arrays are formatted by orjson straight from
+their memory, about 30 ns per float where a loop over Python floats takes 500 to 1,000. A column that holds one number,
+as advantages and rewards often do, is formatted once and repeated. Other fields go through the standard library,
+escaped to ASCII: no name can contain a line separator. Reading checks every line for the types of the table and
+columns of equal length.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from penstock.arrays import Cells, Ragged
 from penstock.errors import InvalidInput
 from penstock.extras import require
-from penstock.view.record import FACTS, TABLE, ExportColumn, Record, filled, without_empty
+from penstock.view.record import FIELDS, TABLE, ExportColumn, Record, filled, without_empty
 
 
 class Jsonl:
@@ -36,20 +37,20 @@ class Jsonl:
             self._file.writelines(encode_parts(record))
 
     def finish(self) -> None:
-        """Nothing is held back."""
+        """Nothing is buffered."""
 
 
 def encode_line(record: Record) -> bytes:
-    """The record as one line."""
+    """Encode a record as one line."""
     return b"".join(encode_parts(record))
 
 
 def encode_parts(record: Record) -> Iterator[bytes]:
-    """The line in parts: joined, a long one would be memory that is mapped, touched once and given back."""
+    """Yield a line in parts. Joining a long one would map memory, touch it once and free it."""
     require("token export", "orjson")
     import orjson
 
-    yield json.dumps(record.facts, allow_nan=False, separators=(",", ":")).encode()[:-1]
+    yield json.dumps(record.fields, allow_nan=False, separators=(",", ":")).encode()[:-1]
     for name, values in filled(record).items():
         yield f',"{name}":'.encode()
         yield _encode_cells(values, orjson)
@@ -76,7 +77,7 @@ class MalformedLine(ValueError):
 
 
 def parse_line(line: bytes) -> Record:
-    """The record in a line; `MalformedLine` says what is wrong with it."""
+    """Parse a record. Raises `MalformedLine` with the reason."""
     try:
         raw: Any = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -90,7 +91,7 @@ def parse_line(line: bytes) -> Record:
         if len(found) != len(raw.token_ids):
             raise MalformedLine(f"{column.name} has {len(found)} values for {len(raw.token_ids)} tokens")
         columns[column.name] = found
-    record = Record(facts={name: getattr(raw, name) for name in FACTS}, columns=columns)
+    record = Record(fields={name: getattr(raw, name) for name in FIELDS}, columns=columns)
     return replace(record, columns=without_empty(columns | _own(line, record)))
 
 
@@ -99,8 +100,8 @@ def _rank(values: Cells) -> int:
 
 
 def _own(line: bytes, record: Record) -> dict[str, Cells]:
-    """The columns that are not of the table."""
-    if not record.facts["columns"]:
+    """Return the run's own columns."""
+    if not record.fields["columns"]:
         return {}
     try:
         own, raw = record.own, msgspec.json.decode(line)
@@ -117,7 +118,7 @@ def _array(column: ExportColumn, values: list[Any]) -> Cells | None:
     if column.kind != "float" and None in values:
         return None
     try:
-        # numpy turns None into NaN. Numbers beyond float32 become infinite, which every reader of ours skips.
+        # numpy turns None into NaN. Numbers beyond float32 become infinite, which our readers skip.
         with np.errstate(over="ignore"):
             return column.cells(values)
     except (OverflowError, ValueError, TypeError) as error:
@@ -129,7 +130,7 @@ _NEEDED = ("token_ids", "loss_mask")
 
 
 def _list_of(column: ExportColumn) -> Any:
-    """The type of a column in a line: a list along the tokens, of values or of lists of them; a token may have none."""
+    """Return the type of a column in a line: a list along the tokens, of values or nested lists, null where absent."""
     kind = _KINDS[column.kind]
     for _ in range(column.depth):
         kind = _list(kind)
@@ -145,7 +146,7 @@ _Line = msgspec.defstruct(
     [
         *((c.name, _list_of(c)) for c in TABLE if c.name in _NEEDED),
         *((c.name, _list_of(c) | None, None) for c in TABLE if c.name not in _NEEDED),
-        *((name, kind | None, None) for name, kind in FACTS.items()),
+        *((name, kind | None, None) for name, kind in FIELDS.items()),
     ],
 )
 _decoder = msgspec.json.Decoder(_Line)

@@ -1,6 +1,6 @@
 """Which records of a step are kept: all, every k-th, the first n, or the n worst by mismatch KL.
 
-A rule is a frozen object; `start` gives what it needs to remember during one step of one rank.
+A rule is a frozen object. `start` returns its state for one step of one rank.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from penstock.view.record import Record
 
 
 class Choice(Protocol):
-    """A rule at work on one step."""
+    """The state of a rule during one step."""
 
     def offer(self, record: Record) -> bool:
-        """Whether to write the record now."""
+        """Return whether to write the record now."""
 
     def finish(self) -> Iterator[Record]:
-        """What was held back and is to be written at the step's end."""
+        """Return the records to write at the end of the step."""
 
 
 class Keep(Protocol):
@@ -66,9 +66,9 @@ class First:
 
 @dataclass(frozen=True, slots=True)
 class Worst:
-    """Keep the n records with the largest mismatch KL on a trained token; of equals the earlier.
+    """Keep the n records with the largest mismatch KL on a trained token, the earlier ones on a tie.
 
-    They are held in memory until the step ends, so n bounds it.
+    They are held in memory until the step ends, so n bounds the memory.
     """
 
     n: int

@@ -1,4 +1,4 @@
-"""What the viewer shows: the runs of one or more folders, their steps, samples, groups and numbers. It only reads."""
+"""The viewer's data: runs of one or more folders with their steps, samples, groups and metrics. Read-only."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.errors import InvalidInput, PenstockError, UnknownKey
-from penstock.view.dropped import dropped_of, records_of
-from penstock.view.evaluation_runs import EVALUATION, plane_of
 from penstock.view.folders import EXPORTS
 from penstock.view.group_tree import branches
-from penstock.view.index import StepIndex
+from penstock.view.index import StepIndex, find
 from penstock.view.jsonl import encode_line
+from penstock.view.plane_groups import EVALUATION, dropped_of, plane_of, records_of
 from penstock.view.reader import Export, Step
-from penstock.view.run_metrics import Places, as_columns, is_written, rows_since
-from penstock.view.run_state import state_of
+from penstock.view.run_files import Places, as_columns, is_written, rows_since, state_of
 from penstock.view.tallies import Tally, tally
-from penstock.view.token_search import find
 from penstock.view.vocabulary import Vocabulary, texts
 
 if TYPE_CHECKING:
@@ -31,24 +28,24 @@ if TYPE_CHECKING:
 
 _IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 _SHOWN_TOKENS = 400
-"""Of a branch of a group; the sample itself has all of them."""
+"""Tokens shown of a branch of a group. The sample's page shows all."""
 _KEPT_STEPS = 4
 """Indexes held in memory: about 80 bytes per token and some hundred per sample."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Library:
-    """What is shown: one or more exports by name, texts and images for them."""
+    """One or more exports by name, with a vocabulary and images for them."""
 
     exports: Mapping[str, Export]
-    """By the name shown for it; a diff has two."""
+    """By displayed name. A diff has two."""
     vocabulary: Vocabulary | None = None
     images: AssetStore | None = None
     parting: dict[str, Any] | None = None
     """Where two runs first differ, when they were compared."""
     _index: Any = field(init=False)
     _reading: dict[tuple[str, str, int], threading.Lock] = field(init=False, default_factory=dict)
-    """By step: one reads it, and all who ask for it meanwhile have it then; other steps do not wait for it."""
+    """One lock per step: concurrent requests read a step once, and other steps are not blocked."""
 
     def __post_init__(self) -> None:
         self._index = lru_cache(maxsize=_KEPT_STEPS)(self._read_index)
@@ -56,7 +53,7 @@ class Library:
     # -------------------------------------------------------------- runs
 
     def overview(self) -> dict[str, Any]:
-        """Exports, runs, whether they are at work, and the numbers of their finished steps."""
+        """Return exports, runs, their states, and the numbers of their finished steps."""
         return {
             "exports": [
                 {"name": name, "folder": export.folder.name, "runs": [self._run(name, run) for run in runs_of(export)]}
@@ -77,12 +74,12 @@ class Library:
         return list(found.steps(run)) if not run or run in found.runs else []
 
     def home(self, export: str, run: str) -> Path:
-        """The folder in which a run writes its numbers and its state."""
+        """Return the folder in which a run writes its metrics and its state."""
         folder = self._export(export).folder
         return folder / run if run and run != EVALUATION else folder
 
     def run(self, export: str, run: str) -> dict[str, Any]:
-        """A run's numbers over steps: those of every step that it wrote down, and those of the exported ones."""
+        """Return a run's metrics over steps: those it wrote for every step, and those of exported steps."""
         self._check_run(export, run)
         rows: dict[float, dict[str, float | None]] = {}
         places: Places = {}
@@ -97,20 +94,20 @@ class Library:
         return {**self.points(export, run), "metrics": metrics, "at": places}
 
     def points(self, export: str, run: str, first: int = 0) -> dict[str, Any]:
-        """What the exported steps of a run add to its curves, from one on."""
+        """Return what exported steps add to a run's curves, from step `first`."""
         return {"steps": [run_point(step) for step in self._steps(export, run) if step.number >= first]}
 
     def rows_since(self, export: str, run: str, places: Places) -> tuple[list[dict[str, float | None]], Places]:
-        """Rows that a run wrote since, and where the next look begins."""
+        """Return rows written since `places`, and the places to continue from."""
         return rows_since(self.home(export, run), places)
 
     def dropped(self, export: str, run: str) -> dict[str, Any]:
-        """What did not reach the trainer."""
+        """Return the groups that did not reach the trainer."""
         self._check_run(export, run)
         return dropped_of(self.home(export, run))
 
     def dropped_group(self, export: str, run: str, group: str) -> dict[str, Any]:
-        """The rollouts of a group that was set aside, as samples are shown."""
+        """Return the rollouts of a quarantined group in the form of samples."""
         self._check_run(export, run)
         lines = [encode_line(record) for record in records_of(self.home(export, run), group)]
         return {"samples": [self._shown(line) for line in lines]}
@@ -118,7 +115,7 @@ class Library:
     # -------------------------------------------------------------- steps
 
     def step(self, export: str, run: str, number: int) -> dict[str, Any]:
-        """A step's samples, packed grid and summary, and the scales and histograms of its trained tokens."""
+        """Return a step's samples, packing and summary, and the scales and histograms of its trained tokens."""
         index = self.index(export, run, number)
         return {
             "samples": index.rows,
@@ -133,11 +130,11 @@ class Library:
     def what_if(
         self, export: str, run: str, number: int, rule: str, thresholds: Mapping[str, float]
     ) -> dict[str, Any] | None:
-        """What a rule would have masked of a step."""
+        """Return what a rule would have masked in a step."""
         return self.index(export, run, number).tokens.what_if(rule, thresholds)
 
     def search(self, export: str, run: str, number: int, query: str) -> dict[str, Any]:
-        """Samples whose tokens say it, and where."""
+        """Find the samples that contain the query, and where."""
         index = self.index(export, run, number)
         known: dict[int, str] = {}
         if self.vocabulary is not None:
@@ -145,7 +142,7 @@ class Library:
         return {"found": find(query[:400], index.ids, known)}
 
     def group(self, export: str, run: str, number: int, group: str) -> dict[str, Any]:
-        """The rollouts of a prompt as a tree, with the tokens of each branch."""
+        """Return the rollouts of a prompt as a tree, with the tokens of each branch."""
         index = self.index(export, run, number)
         members = [row["index"] for row in index.rows if (row["group_id"] or "") == group]
         if not members:
@@ -161,7 +158,7 @@ class Library:
         }
 
     def sample(self, export: str, run: str, number: int, sample: int) -> dict[str, Any]:
-        """A sample's record as it was exported, the texts of its distinct ids, and the hashes of its images."""
+        """Return a sample's record as exported, the texts of its distinct ids, and the hashes of its images."""
         return self._shown(self.index(export, run, number).line(sample))
 
     def _shown(self, line: bytes) -> dict[str, Any]:
@@ -173,7 +170,7 @@ class Library:
         }
 
     def image(self, digest: str) -> tuple[bytes, str]:
-        """An image and its type, one of a few that are only ever images."""
+        """Return an image and its media type. Only types that browsers never run as scripts are served."""
         if self.images is None:
             raise UnknownKey("images: none; give --assets FOLDER")
         media_type = self.images.ref(digest).media_type
@@ -188,11 +185,11 @@ class Library:
         return found
 
     def read_ahead(self) -> None:
-        """Begin to read the step that a page opens with, while the browser is still loading the page."""
+        """Start reading the step the page opens with, while the browser still loads the page."""
         threading.Thread(target=self._read_first, name="penstock-read-ahead", daemon=True).start()
 
     def _read_first(self) -> None:
-        with suppress(PenstockError, OSError):  # whoever asks for it is told
+        with suppress(PenstockError, OSError):  # the request for it reports the error
             name, export = next(iter(self.exports.items()))
             run = runs_of(export)[0]
             state, steps = state_of(self.home(name, run)), self._steps(name, run)
@@ -211,7 +208,7 @@ class Library:
         found = self._export(export)
         if run not in runs_of(found):
             found.choose(run)  # raises, with the ones there are
-            raise UnknownKey(f"run {run[:80]!r}: nothing is known of it")
+            raise UnknownKey(f"run {run[:80]!r}: no metrics, state or exports found")
 
 
 class _Image(msgspec.Struct):
@@ -224,7 +221,7 @@ class _Shown(msgspec.Struct):
 
 
 def runs_of(export: Export) -> list[str]:
-    """Names of the runs of a folder, also of those that write numbers and have exported no token; never none."""
+    """Return the names of a folder's runs, including those with metrics but no export. Never empty."""
     exported = export.runs
     named = sorted(p.name for p in export.folder.iterdir() if p.is_dir() and p.name != EXPORTS and is_written(p))
     own = [""] if "" in exported or is_written(export.folder) or state_of(export.folder) is not None else []
@@ -233,7 +230,7 @@ def runs_of(export: Export) -> list[str]:
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a run is in it, or runs are, that may not have exported a token yet."""
+    """Return whether a folder is or contains a run, which may not have exported anything yet."""
     return any(
         is_written(path) or state_of(path) is not None or plane_of(path) is not None
         for path in (folder, *(one for one in folder.glob("*") if one.is_dir()))
@@ -241,7 +238,7 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def step_grid(step: Step) -> list[dict[str, Any]]:
-    """Per rank its micro-batches, as the exporter saw them; empty for exports without markers."""
+    """Return each rank's micro-batches as exported. Empty for exports without markers."""
     return [
         {"rank": rank, "micro_batches": done.micro_batches, "records": done.records, "skipped": done.skipped}
         for rank, done in step.done().items()
@@ -249,7 +246,7 @@ def step_grid(step: Step) -> list[dict[str, Any]]:
 
 
 def run_point(step: Step) -> dict[str, Any]:
-    """What the curves of a run show of one exported step."""
+    """Return the points of one exported step on a run's curves."""
     marks = list(step.done().values())
     sums = [mark.summary for mark in marks if mark.summary is not None]
     if marks and len(sums) == len(marks):

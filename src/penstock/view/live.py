@@ -1,10 +1,10 @@
-"""What changes while a run is watched, as server-sent events: new steps, new numbers, how the run is.
+"""Stream changes of watched runs as server-sent events: new steps, new metrics, run states.
 
     event: overview    runs, finished steps and states, when any of them changed
-    event: rows        what one run wrote for its steps since the last such event
+    event: rows        metrics one run has written since the last such event
 
-A page that loses the line comes back by itself and says how far it had read (`Last-Event-ID`), so it misses nothing.
-Files are looked at by size, and only what was added is read.
+A page that loses its connection reconnects and sends its position (`Last-Event-ID`), so it misses nothing. Files are
+checked by size, and only new bytes are read.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.view.library import Library, runs_of
-from penstock.view.run_metrics import Places, as_columns
+from penstock.view.run_files import Places, as_columns
 
 LOOK_S = 0.4
 _REST = 20
-"""So much longer than looking at all runs took, they are left alone: a long log must not keep a processor busy."""
+"""Pause between looks at all runs, as a multiple of the duration of a look: a long log must not keep a CPU busy."""
 _ALIVE_EVERY = 25
-"""Looks without news after which a comment keeps the line open."""
+"""Looks without changes after which a comment keeps the connection open."""
 Read = dict[str, Places]
-"""By export and run: how far its files were read."""
+"""By export and run: how far its files have been read."""
 
 
 class Watch:
-    """Remembers what was told."""
+    """Remembers what was sent, and yields what changed."""
 
     def __init__(self, library: Library, read: Read | None = None) -> None:
         self._library = library
@@ -38,7 +38,7 @@ class Watch:
         self._overview, self._due = b"", 0.0
 
     def look(self, *, at_all: bool = False) -> Iterator[bytes]:
-        """Events of what changed since the last look; `at_all` runs, although it may be too soon for that."""
+        """Yield events for changes since the last look. `at_all` looks at all runs even before that is due."""
         if at_all or time.monotonic() >= self._due:
             yield from self._look_at_runs()
         for export, opened in self._library.exports.items():
@@ -56,7 +56,7 @@ class Watch:
 
     def _rows(self, export: str, run: str) -> Iterator[bytes]:
         key = f"{export}\n{run}"
-        if key not in self._read:  # nobody has asked for its curves yet
+        if key not in self._read:  # no page has requested its curves yet
             return
         rows, now = self._library.rows_since(export, run, self._read[key])
         if now == self._read[key]:
@@ -68,14 +68,14 @@ class Watch:
 
 
 async def events(library: Library, read: Read, is_over: Callable[[], bool]) -> AsyncIterator[bytes]:
-    """Events until whoever listens goes away, or the server ends."""
+    """Yield events until the client disconnects or the server shuts down."""
     watch, quiet, is_last = Watch(library, read), 0, False
     yield b"retry: 1000\n\n"
     while not is_last:
-        is_last = is_over()  # looked at before the last look: how a run ended is told before the line ends
+        is_last = is_over()  # checked before the last look, so that a run's end is sent before the stream closes
         try:
             found = await asyncio.to_thread(_looked, watch, is_last)
-        except (PenstockError, OSError):  # a step is being written again, a folder is on its way: look once more
+        except (PenstockError, OSError):  # a step is being rewritten or a folder is not there yet: try again
             found = []
         for event in found:
             yield event
@@ -92,7 +92,7 @@ def _looked(watch: Watch, at_all: bool) -> list[bytes]:
 
 
 def parse_read(text: str) -> Read:
-    """How far a page says that it has read; what cannot be understood counts as nothing."""
+    """Parse a page's position. Malformed text counts as the start."""
     try:
         return msgspec.json.decode(text, type=Read)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

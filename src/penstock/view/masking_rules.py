@@ -1,7 +1,8 @@
-"""Masking rules applied to exported values: what another rule, or another threshold, would have masked.
+"""Apply masking rules to exported values: what would another rule or threshold have masked?
 
-Each rule gives two masks: tokens beyond its upper threshold, and beyond its lower one. The page tries rules on one
-sample by itself as thresholds are typed; here is the same arithmetic for whole steps, lists, sorting and tests.
+Each rule returns two masks: tokens beyond its upper threshold and beyond its lower one. The page applies rules to one
+sample in JavaScript while thresholds are typed. This module has the same arithmetic for steps, lists, sorting and
+tests.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ Mask: TypeAlias = NDArray[np.bool_]
 @dataclass(frozen=True, slots=True)
 class Rule:
     needs: tuple[str, ...]
-    """Columns that it looks at."""
+    """Columns it uses."""
     thresholds: Mapping[str, float]
-    """By name, at their defaults."""
+    """Defaults by name."""
     sides: Callable[..., tuple[Mask, Mask]]
-    """Of a record and thresholds: [T] beyond the upper one, [T] beyond the lower one; trained tokens only."""
+    """Record and thresholds -> [T] beyond the upper, [T] beyond the lower one; trained tokens only."""
 
 
 def _dppo(record: Record, *, high: float, low: float) -> tuple[Mask, Mask]:
@@ -61,7 +62,7 @@ RULES = {
 
 
 def judge(record: Record, name: str, thresholds: Mapping[str, float]) -> tuple[Mask, Mask] | None:
-    """What a rule masks, above and below; None where the record lacks what it looks at."""
+    """Return what a rule masks, above and below. None if the record lacks a column it uses."""
     if name not in RULES:
         raise InvalidInput(f"rule {name[:40]!r}: unknown; there are {', '.join(RULES)}")
     rule = RULES[name]
@@ -75,7 +76,7 @@ def judge(record: Record, name: str, thresholds: Mapping[str, float]) -> tuple[M
 
 
 def dppo(record: Record, *, high: float = 0.2, low: float = 0.2) -> Mask:
-    """DPPO by the difference of probabilities; an advantage of 0 or none takes the lower side."""
+    """DPPO by the difference of probabilities; an advantage of 0 or NaN uses the lower threshold."""
     return _either(record, "dppo", {"high": high, "low": low})
 
 
@@ -90,7 +91,7 @@ def ppo_clip(record: Record, *, low: float = 0.2, high: float = 0.2) -> Mask:
 
 
 def disagreement(record: Record) -> int | None:
-    """Trained tokens that exactly one of DPPO and IcePop masks, at their defaults; None without ratios."""
+    """Count trained tokens masked by exactly one of DPPO and IcePop at their defaults. None without ratios."""
     if not {"prob_delta", "importance_ratio", "advantages"} <= set(record.columns):
         return None
     return int(np.count_nonzero(dppo(record) ^ icepop(record)))

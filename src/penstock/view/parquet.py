@@ -1,7 +1,7 @@
-"""Parquet: the same records as columns of lists, zstd, one row group per micro-batch, never a whole table in memory.
+"""Write and read records as Parquet: columns of lists, zstd, one row group per micro-batch in memory at a time.
 
-`ParquetFile` is a format for `TokenExporter`; `records_to_parquet` writes any records, with their images' bytes when
-an asset store is given, for logs that must stand alone.
+`ParquetFile` is a format for `TokenExporter`. `records_to_parquet` writes any records, with the bytes of their images
+if it is given an asset store, for self-contained logs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.arrays import Array, Cells, Ragged, offsets_of
 from penstock.assets import INLINE_BYTES
 from penstock.errors import AssetError, CorruptFile, InvalidInput, StorageError
 from penstock.extras import require
-from penstock.view.record import FACTS, TABLE, ExportColumn, Record, own_column, without_empty
+from penstock.view.record import FIELDS, TABLE, ExportColumn, Record, own_column, without_empty
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 _RECORDS_PER_GROUP = 64
 _IMAGES_PER_GROUP = 8 << 20
-"""Bytes of images, from which on a row group is written: 64 records of a rollout with screenshots are 267 MB."""
+"""Image bytes at which a row group is written: 64 records of a rollout with screenshots are 267 MB."""
 _TEXT = ("rollout", "rule", "images", "columns")
-"""Metadata with structure; kept as JSON text so that the schema never changes with what is in them."""
+"""Nested fields. Stored as JSON text, so that the schema does not depend on their contents."""
 
 
 class ParquetFile:
@@ -50,7 +50,7 @@ class ParquetFile:
 
 
 class _Table:
-    """A Parquet writer whose schema is made for the first records: those of one step have the same columns."""
+    """A Parquet writer. The first records determine its schema: all records of a step have the same columns."""
 
     def __init__(self) -> None:
         self._writer: Any = None
@@ -64,7 +64,7 @@ class _Table:
         for name, column in own.items():
             if self._own.get(name) != column:
                 raise InvalidInput(
-                    f"column {name!r}: not as in the first records of the file; write these to another one"
+                    f"column {name!r}: differs from the first records of the file; write these records to another file"
                 )
         self._writer.write_batch(_batch(records, self._own, self._writer.schema, inline))
 
@@ -75,7 +75,7 @@ class _Table:
         return pq.ParquetWriter(where, layout, compression="zstd", use_dictionary=False)
 
     def close(self, where: Any = None) -> None:
-        """Finish the file; one without records is written where `where` is given."""
+        """Finish the file. Writes an empty one if there were no records and `where` is given."""
         if self._writer is None and where is not None:
             self._writer = self._open(where, with_images=False)
         if self._writer is not None:
@@ -83,10 +83,10 @@ class _Table:
 
 
 def schema(own: Iterable[ExportColumn] = (), *, with_images: bool = False) -> pa.Schema:
-    """The schema: facts, then one list per column of the table, then those that are not of it."""
+    """Return the schema: fields, then one list per column of the table, then the run's own columns."""
     pa = _arrow()
     of_python = {int: pa.int64(), str: pa.string()}
-    fields = [pa.field(name, of_python.get(kind, pa.string())) for name, kind in FACTS.items()]
+    fields = [pa.field(name, of_python.get(kind, pa.string())) for name, kind in FIELDS.items()]
     fields += [pa.field(column.name, _list_of(column)) for column in (*TABLE, *own)]
     if with_images:
         fields.append(pa.field("image_bytes", pa.list_(pa.binary())))
@@ -101,7 +101,7 @@ def records_to_parquet(
     max_image_bytes: int = INLINE_BYTES,
     records_per_group: int = _RECORDS_PER_GROUP,
 ) -> int:
-    """Write records as they come, and say how many; memory holds one row group. No records, no file.
+    """Write records as they come and return their number. Memory holds one row group. No records, no file.
 
     With `images`, column `image_bytes` holds the original bytes of each record's images; larger ones than
     `max_image_bytes`, and those that cannot be read, stay null and keep their hash.
@@ -122,7 +122,7 @@ def records_to_parquet(
 def _row_groups(
     records: Iterable[Record], images: AssetStore | None, max_image_bytes: int, most: int
 ) -> Iterator[tuple[list[Record], list[list[bytes | None]] | None]]:
-    """Records with the bytes of their images, until there are `most` of them or `_IMAGES_PER_GROUP` bytes."""
+    """Group records with the bytes of their images: up to `most` records or `_IMAGES_PER_GROUP` bytes."""
     group: list[Record] = []
     inline: list[list[bytes | None]] = []
     size = 0
@@ -139,7 +139,7 @@ def _row_groups(
 
 
 def read_parquet(path: Path) -> Iterator[Record]:
-    """The records of a file, one row group in memory at a time."""
+    """Yield the records of a file, with one row group in memory at a time."""
     pa = _arrow()
     import pyarrow.parquet as pq
 
@@ -148,7 +148,7 @@ def read_parquet(path: Path) -> Iterator[Record]:
             for group in range(file.num_row_groups):
                 yield from _rows(file.read_row_group(group))
     except (pa.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
-        raise CorruptFile(f"{path}: {error}; not a whole Parquet file of records") from None
+        raise CorruptFile(f"{path}: {error}; not a complete Parquet file of records") from None
 
 
 def _arrow() -> Any:
@@ -166,8 +166,8 @@ def _batch(
 ) -> pa.RecordBatch:
     pa = _arrow()
     arrays: list[Any] = []
-    for name in FACTS:
-        values = [record.facts.get(name) for record in records]
+    for name in FIELDS:
+        values = [record.fields.get(name) for record in records]
         if name in _TEXT:
             values = [None if value is None else json.dumps(value) for value in values]
         arrays.append(pa.array(values, layout.field(name).type))
@@ -178,7 +178,7 @@ def _batch(
 
 
 def _list_of(column: ExportColumn) -> pa.DataType:
-    """A list along the tokens, of values or of lists of them; inner ones are counted in 64 bits, there may be many."""
+    """Return the type of a column: a list along the tokens. Inner lists have 64-bit offsets, for many values."""
     pa = _arrow()
     kind = pa.from_numpy_dtype(np.dtype(column.dtypes[-1]))
     for _ in range(column.depth):
@@ -187,7 +187,7 @@ def _list_of(column: ExportColumn) -> pa.DataType:
 
 
 def _lists(records: list[Record], column: ExportColumn) -> pa.ListArray:
-    """One column of all records: one buffer of values, and offsets; NaN becomes null, absent becomes a null list."""
+    """Join one column of all records: one buffer of values, and offsets. NaN becomes null, absent a null list."""
     pa = _arrow()
     found = [record.columns.get(column.name) for record in records]
     given = [one for one in found if one is not None]
@@ -204,7 +204,7 @@ def _lists(records: list[Record], column: ExportColumn) -> pa.ListArray:
 
 
 def _sizes(values: Array, depth: int) -> Array:
-    """How long the lists of this depth are: all the same."""
+    """Return the lengths of the lists at this depth, which are equal."""
     return np.full(math.prod(values.shape[:depth]), values.shape[depth])
 
 
@@ -215,18 +215,18 @@ def _joined(parts: list[Array], dtype: np.dtype[Any]) -> Array:
 def _rows(table: pa.Table) -> Iterator[Record]:
     layout = schema()
     typed = {name: table[name].cast(layout.field(name).type) for name in layout.names if name in table.column_names}
-    facts = {name: typed[name].to_pylist() if name in typed else [None] * len(table) for name in FACTS}
+    fields = {name: typed[name].to_pylist() if name in typed else [None] * len(table) for name in FIELDS}
     for name in _TEXT:
-        facts[name] = [None if text is None else msgspec.json.decode(text, type=FACTS[name]) for text in facts[name]]
+        fields[name] = [None if text is None else msgspec.json.decode(text, type=FIELDS[name]) for text in fields[name]]
     for row in range(len(table)):
         found = {column.name: _values(typed[column.name][row], column) for column in TABLE if column.name in typed}
-        for name, form in (facts["columns"][row] or {}).items():
+        for name, form in (fields["columns"][row] or {}).items():
             if name in table.column_names:
                 found[name] = _values(table[name][row], own_column(name, form))
         columns = {name: values for name, values in found.items() if values is not None}
         if not {"token_ids", "loss_mask"} <= set(columns) or len({len(values) for values in columns.values()}) != 1:
             raise ValueError(f"row {row}: token_ids, loss_mask and the other columns must be of one length")
-        yield Record(facts={name: values[row] for name, values in facts.items()}, columns=without_empty(columns))
+        yield Record(fields={name: values[row] for name, values in fields.items()}, columns=without_empty(columns))
 
 
 def _values(cell: pa.ListScalar, column: ExportColumn) -> Cells | None:
@@ -247,11 +247,11 @@ def _values(cell: pa.ListScalar, column: ExportColumn) -> Cells | None:
 
 
 def _inline(record: Record, images: AssetStore, max_bytes: int) -> list[bytes | None]:
-    return [_read(images, image["hash"], max_bytes) for image in record.facts["images"] or ()]
+    return [_read(images, image["hash"], max_bytes) for image in record.fields["images"] or ()]
 
 
 def _read(images: AssetStore, image: str, max_bytes: int) -> bytes | None:
     try:
         return images.get(image) if images.ref(image).num_bytes <= max_bytes else None
     except (AssetError, StorageError):
-        return None  # a log is better with a hash in it than not written
+        return None  # a log with only the hash is better than none

@@ -1,8 +1,8 @@
-"""Draw a packed step: ranks from top to bottom, time from left to right, cost as area, waiting shaded.
+"""Draw a packed step: ranks from top to bottom, time from left to right, waste shaded.
 
-Each micro-batch is a bar on its rank's line, as long as its cost; the dark part of it is tokens that several samples
-share and that are computed once. A row ends for all ranks when its costliest micro-batch does; what lies between a bar
-and that end is waste: waiting, padding, dummies.
+Each micro-batch is a bar on its rank's line, as long as its cost. The dark part is tokens that several samples share
+and that are computed once. A row ends for all ranks with its costliest micro-batch. The space between a bar and that
+end is waste: waiting, padding, dummies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Timing:
     useful: NDArray[np.float64]
     """[rows, ranks] without padding, dummies and overhead."""
     shared: NDArray[np.float64]
-    """[rows, ranks] of what is useful: tokens that several samples share."""
+    """[rows, ranks] the useful part spent on tokens that several samples share."""
 
     @property
     def total(self) -> float:
@@ -42,7 +42,7 @@ class Timing:
 
 
 def timing_of(rank_plans: Sequence[RankPlan], cost: Cost) -> Timing:
-    """The timing of a step, from each rank's part of its plan (image patches left out)."""
+    """Compute a step's timing from each rank's part of its plan, without image patches."""
     taken, useful, shared = (np.zeros((len(rank_plans[0]), len(rank_plans))) for _ in range(3))
     for rank, part in enumerate(rank_plans):
         for m in range(len(part)):
@@ -57,7 +57,7 @@ def timing_of(rank_plans: Sequence[RankPlan], cost: Cost) -> Timing:
 
 
 def _by_segment(lengths: NDArray[Any], common: NDArray[Any], cost: Cost) -> tuple[NDArray[np.float64], float]:
-    """What each segment of a micro-batch costs, and what those cost that several samples pass."""
+    """Return the cost of each segment of a micro-batch, and the total of segments shared by several samples."""
     forest = grow(lengths.astype(np.int64), common.astype(np.int64), columns={})
     depths, ends = forest.depths.astype(np.int64), forest.depths.astype(np.int64) + forest.lengths
     spent = cost.of_samples(ends) - cost.of_samples(depths)
@@ -66,14 +66,14 @@ def _by_segment(lengths: NDArray[Any], common: NDArray[Any], cost: Cost) -> tupl
 
 
 def draw(steps: Mapping[str, Timing], path: Path) -> None:
-    """One panel per step, all on the same time scale, to an image of the kind the path's suffix names."""
+    """Draw one panel per step on a common time scale. The path's suffix selects SVG or PNG."""
     if path.suffix not in KINDS:
-        raise InvalidInput(f"plot: {str(path)!r} is no {' or '.join(KINDS)} file; name one")
+        raise InvalidInput(f"plot: {str(path)!r} is not a {' or '.join(KINDS)} file; use one of these suffixes")
     require("penstock inspect --plot", "matplotlib")
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context({"svg.hashsalt": "penstock"}):  # the same picture, the same bytes
+    with mpl.rc_context({"svg.hashsalt": "penstock"}):  # reproducible bytes
         figure = Figure(figsize=(9, 2.4 * len(steps)))
         axes = figure.subplots(len(steps), 1, sharex=True, squeeze=False)
         longest = max(step.total for step in steps.values())
@@ -100,8 +100,8 @@ def _panel(axis: Any, title: str, step: Timing, ideal: float) -> None:
         start = end
         axis.axvline(start, color="white", linewidth=1.2)
     waste = 1 - float(step.useful.sum()) / (len(ranks) * step.total)
-    words = f"{len(step.taken)} micro-batches per rank, {100 * waste:.1f} % of the time lost"
-    axis.set_title(f"{title}: {words}", loc="left")
+    summary = f"{len(step.taken)} micro-batches per rank, {100 * waste:.1f} % of the time lost"
+    axis.set_title(f"{title}: {summary}", loc="left")
     axis.set_ylabel("rank")
     axis.set_yticks(ranks[:: max(1, len(ranks) // 4)])
     axis.invert_yaxis()

@@ -1,8 +1,8 @@
-"""Read exports back: runs, finished steps, records; lines that cannot be read are counted and skipped.
+"""Read exports: runs, finished steps, records. Unreadable lines are counted and skipped.
 
-Nothing here needs torch. A step is shown when it is marked STABLE; the files read are those of the ranks that its
-markers name, so that what an earlier attempt with more ranks left behind is not mixed in. Exports without markers are
-read too: then every rank's file counts.
+Needs no torch. A step is visible once it is marked STABLE. Only files of ranks named by its markers are read, so that
+leftovers of an earlier attempt with more ranks are not mixed in. For exports without markers, every rank's file is
+read.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from typing import BinaryIO, Protocol, TypeAlias
 import xxhash
 
 from penstock.errors import CorruptFile, InvalidInput, UnknownKey
-from penstock.view.evaluation_runs import EVALUATION, evaluation_steps
 from penstock.view.folders import EXPORTS, STABLE, Done, exports_of, marked_ranks, read_done, steps_in
 from penstock.view.jsonl import MalformedLine, encode_line, parse_line
-from penstock.view.record import Record
-from penstock.view.skipped import Skipped
+from penstock.view.plane_groups import EVALUATION, evaluation_steps
+from penstock.view.record import Record, Skipped
 
 ReadLine: TypeAlias = Callable[[], bytes]
-"""Reads a record's line, of strict JSON, again."""
+"""Reads a record's line of strict JSON again."""
 
 MAX_LINE_BYTES = 1 << 30
-"""Longer lines are skipped unread: 5 million tokens take about half of it."""
+"""Longer lines are skipped unread. 5 million tokens take about half of it."""
 _RANK_FILE = re.compile(r"rank_(\d{1,9})\.(jsonl|parquet)")
 
 
 class Step(Protocol):
-    """What can be read of a step: one that ranks exported, or the evaluation groups of a policy version."""
+    """A readable step: exported by ranks, or the evaluation groups of a policy version."""
 
     @property
     def number(self) -> int: ...
@@ -45,7 +44,7 @@ class Step(Protocol):
 
     @property
     def stamp(self) -> int:
-        """Another one when it was written again."""
+        """Changes when the step is written again."""
 
     def done(self) -> dict[int, Done]:
         """The ranks' markers, of the attempt that finished."""
@@ -66,8 +65,8 @@ class Step(Protocol):
 class Export:
     """The exports below a folder, of one run or several, and the evaluation groups of its plane.
 
-    The folder may be a run's own, one that holds several runs, a `token_exports` folder itself, or a plane's. With
-    `awaited` it may also be that of a run that has exported nothing yet.
+    The folder may be that of a run, of several runs, of a plane, or a `token_exports` folder. With `awaited` it may be
+    that of a run that has not exported anything yet.
     """
 
     def __init__(self, folder: str | Path, *, awaited: bool = False) -> None:
@@ -81,7 +80,7 @@ class Export:
 
     @property
     def runs(self) -> list[str]:
-        """Names of runs that have exports; "" for the folder itself, `EVALUATION` for evaluation groups."""
+        """Names of runs with exports: "" for the folder itself, `EVALUATION` for evaluation groups."""
         return [*self._exported, *([EVALUATION] if evaluation_steps(self.folder) else [])]
 
     @property
@@ -90,7 +89,7 @@ class Export:
         return [""] * (self.folder / EXPORTS).is_dir() + named
 
     def steps(self, run: str | None = None, *, after: int = -1) -> Sequence[Step]:
-        """Finished steps of a run, oldest first; `after` is the last one that a logger has seen."""
+        """Return the finished steps of a run after step `after`, oldest first."""
         run = self.choose(run)
         if run == EVALUATION:
             return [step for step in evaluation_steps(self.folder) if step.number > after]
@@ -98,7 +97,7 @@ class Export:
         return [step for step in found if step.number > after and step.is_stable]
 
     def step(self, number: int, run: str | None = None) -> Step:
-        """One finished step; raises with the ones there are."""
+        """Return one finished step. The error of a missing one lists those there are."""
         steps = {step.number: step for step in self.steps(run)}
         if number not in steps:
             have = ", ".join(map(str, list(steps)[-8:])) or "none yet"
@@ -109,7 +108,7 @@ class Export:
         return exports_of(self.folder, run)
 
     def choose(self, run: str | None) -> str:
-        """The run asked for, or the only one that was trained; an error names them where there are several."""
+        """Return the requested run, or the only trained one. Raises with their names if there are several."""
         if run is None:
             runs = self._exported or self.runs or [""]
             if len(runs) > 1:
@@ -170,7 +169,7 @@ class StepFolder:
 
 
 def read_file(path: Path, skipped: Skipped | None = None) -> Iterator[Record]:
-    """The records of one file, one at a time."""
+    """Yield the records of one file."""
     if path.suffix == ".parquet":
         from penstock.view.parquet import read_parquet
 
@@ -213,15 +212,15 @@ def _jsonl_line(path: Path, offset: int, num_bytes: int) -> bytes:
 
 
 def open_records(path: Path) -> BinaryIO:
-    """A rank's file, to be read; a marker may name one that is gone."""
+    """Open a rank's file. Raises CorruptFile if a marker names a file that is gone."""
     try:
         return path.open("rb")
     except FileNotFoundError:
-        raise CorruptFile(f"{path}: not there, and its marker names it; export the step again") from None
+        raise CorruptFile(f"{path}: missing, although its marker names it; export the step again") from None
 
 
 def numbered_lines(path: Path, skipped: Skipped) -> Iterator[tuple[int, int, bytes]]:
-    """Number (from 1), offset and bytes of each line that is not empty and not beyond all bounds."""
+    """Yield number (from 1), offset and bytes of each line that is not empty and not too long."""
     with open_records(path) as file:
         offset, number = 0, 0
         while line := file.readline(MAX_LINE_BYTES):

@@ -1,16 +1,16 @@
-"""The record of one trained sequence: facts about it, and one array per column along its tokens.
+"""The record of one trained sequence: fields about it, and one array per column along its tokens.
 
-What went in is the table of `arrays/columns.py`, what came out is the fields of `Terms`. Writers, readers, the
-comparison of runs and the viewer loop over the two together, so a column that is added there is exported, read back,
-shown and compared. So are columns of a run's own, which the record describes in its fact `columns`. Columns marked
-required are in every record, null where they do not apply; the others are there when the batch or the loss has them.
+Inputs are the table of `arrays/columns.py`, results are the attributes of `Terms`. Writers, readers, the comparison of
+runs and the viewer loop over both, so a column added there is exported, read back,
+shown and compared. So are a run's own columns, which the record describes in its field `columns`. Columns marked
+required are in every record, null where they do not apply. The others are present if the batch or the loss has them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +20,7 @@ from penstock.arrays import COLUMNS as GIVEN
 from penstock.arrays import TOKEN_COLUMNS, Array, Cells, Column, Ragged, check_name
 
 SCHEMA_VERSION = 1
+_REASONS_KEPT = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +33,12 @@ class ExportColumn:
     dtypes: tuple[str, ...]
     """Of the arrays, narrowest first."""
     trailing: int = 0
-    """Number of dimensions behind the token axis."""
+    """Number of dimensions after the token axis."""
     ragged: bool = False
-    """Whether every token has a list of its own."""
+    """Whether each token has its own list."""
     required: bool = True
     null: Literal["never", "unrecorded", "unsampled", "first"] = "never"
-    """Which tokens have no value: those without a recorded one, those not sampled, or the first of a sequence."""
+    """Which tokens have no value: those without a recorded value, unsampled ones, or the first of a sequence."""
 
     @property
     def kind(self) -> Literal["int", "bool", "float"]:
@@ -46,18 +47,18 @@ class ExportColumn:
 
     @property
     def depth(self) -> int:
-        """How many lists are in one another along a token."""
+        """Nesting depth of lists per token."""
         return self.trailing + self.ragged
 
     def cells(self, values: Any) -> Cells:
-        """As `array`, or one list per token."""
+        """Convert as `array` does, or to one list per token."""
         if not self.ragged:
             return self.array(values)
-        lists = Ragged.of_lists(values, np.float32 if self.kind == "float" else None)
+        lists = Ragged.of_lists(values, np.dtype(self.dtypes[0]) if self.kind == "float" else None)
         return Ragged(self.array(lists.values), lists.offsets)
 
     def array(self, values: Any) -> Array:
-        """The values in the narrowest of the column's dtypes that holds them; ValueError where none does."""
+        """Convert to the narrowest of the column's dtypes that holds the values. ValueError if none does."""
         if self.kind != "int":
             return np.array(values, self.dtypes[0])
         wide = np.asarray(values, np.uint64 if self.dtypes == ("<u8",) else np.int64)
@@ -69,7 +70,7 @@ class ExportColumn:
 
 
 _NAMES = {"logprobs": "inference_logprobs"}
-"""Columns of the batch that the record calls otherwise; the trainer's log-probabilities stand beside these."""
+"""Columns of the batch with another name in the record, here to distinguish them from the trainer's."""
 _ALWAYS = ("token_ids", "loss_mask", "logprobs", "advantages", "rewards", "position_ids")
 
 
@@ -98,21 +99,21 @@ def _of_terms() -> Iterator[ExportColumn]:
         "prob_delta": ("prob_delta", "unsampled"),
         "loss": ("loss", "never"),
     }
-    for name, (field, null) in floats.items():
+    for name, (attribute, null) in floats.items():
         yield ExportColumn(
-            name=name, source="terms", attribute=field, dtypes=("<f4",), null=null, required=name != "loss"
+            name=name, source="terms", attribute=attribute, dtypes=("<f4",), null=null, required=name != "loss"
         )
-    for field in ("masked", "masked_high", "masked_low"):
-        yield ExportColumn(name=f"is_{field}", source="terms", attribute=field, dtypes=("|b1",))
+    for attribute in ("masked", "masked_high", "masked_low"):
+        yield ExportColumn(name=f"is_{attribute}", source="terms", attribute=attribute, dtypes=("|b1",))
 
 
 TABLE: tuple[ExportColumn, ...] = (*_of_batch(), *_of_terms())
-"""What went in before what came out."""
+"""Inputs before results."""
 COLUMNS = {column.name: column for column in TABLE}
 
 
 def own_column(name: str, form: tuple[str, int, bool]) -> ExportColumn:
-    """A column that is not of the table, from what a record says of it; ValueError for one that cannot be."""
+    """Make a run's own column from its description in a record. ValueError if the description is invalid."""
     dtype, trailing, ragged = form
     column = Column(check_name(name), dtype=dtype, trailing=trailing, ragged=ragged)
     return ExportColumn(
@@ -127,14 +128,14 @@ def own_column(name: str, form: tuple[str, int, bool]) -> ExportColumn:
 
 
 def form_of(cells: Cells) -> tuple[str, int, bool]:
-    """What a record says of a column that is not of the table: dtype, trailing dimensions, and whether it is ragged."""
+    """Describe a run's own column for the record: dtype, trailing dimensions, and whether it is ragged."""
     return cells.dtype.str, 0 if isinstance(cells, Ragged) else cells.ndim - 1, isinstance(cells, Ragged)
 
 
-_FACT_NAMES = {"id": "sample_id", "group": "group_id", "env": "env_name", "run": "run_id", "mode": "training_mode"}
-OF_SAMPLE = {_FACT_NAMES.get(c.name, c.name): c for c in GIVEN.values() if c.per == "sample"}
-"""The columns per sample, by the record's names for them."""
-FACTS: dict[str, Any] = {
+_FIELD_NAMES = {"id": "sample_id", "group": "group_id", "env": "env_name", "run": "run_id", "mode": "training_mode"}
+OF_SAMPLE = {_FIELD_NAMES.get(c.name, c.name): c for c in GIVEN.values() if c.per == "sample"}
+"""Per-sample columns by their names in the record."""
+FIELDS: dict[str, Any] = {
     "schema_version": int,
     "step": int,
     "export_step": int,
@@ -149,15 +150,15 @@ FACTS: dict[str, Any] = {
     "images": list[dict[str, Any]],
     "columns": dict[str, tuple[str, int, bool]],
 }
-"""Fields of a record that are not arrays, and their types; any may be null."""
+"""Fields of a record that are not arrays, and their types. Any may be null."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Record:
     """One sequence as it was trained."""
 
-    facts: dict[str, Any]
-    """The fields of FACTS; None where unknown."""
+    fields: dict[str, Any]
+    """The fields of FIELDS; None where unknown."""
     columns: dict[str, Cells]
     """[T, ...] by name, or a `Ragged` with one list per token. Floats are float32 with NaN for null; a column
     without a value on any token is absent."""
@@ -168,8 +169,8 @@ class Record:
 
     @property
     def own(self) -> dict[str, ExportColumn]:
-        """The columns that are not of the table, by name, as the record describes them."""
-        return {name: own_column(name, form) for name, form in (self.facts.get("columns") or {}).items()}
+        """The run's own columns by name, as described by the record."""
+        return {name: own_column(name, form) for name, form in (self.fields.get("columns") or {}).items()}
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
@@ -179,7 +180,7 @@ class Record:
 
     @property
     def worst_kl(self) -> float:
-        """The largest mismatch KL of a trained token; -inf where there is none."""
+        """The largest mismatch KL of a trained token, -inf if there is none."""
         measured = self.columns.get("mismatch_kl")
         if measured is None:
             return -np.inf
@@ -188,19 +189,19 @@ class Record:
 
     @property
     def label(self) -> str:
-        """A name for messages: the sample's id, or its place where it has none."""
-        facts = self.facts
-        place = f"rank {facts['rank']} micro-step {facts['micro_step']} sequence {facts['micro_sequence_idx']}"
-        return facts.get("sample_id") or place
+        """A name for messages: the sample's id, or its position if it has none."""
+        fields = self.fields
+        place = f"rank {fields['rank']} micro-step {fields['micro_step']} sequence {fields['micro_sequence_idx']}"
+        return fields.get("sample_id") or place
 
 
 def finite(value: Any) -> Any:
-    """The value, or None for a float that is no number: what JSON can say."""
+    """Return the value, or None for NaN and infinity, which JSON cannot represent."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def filled(record: Record) -> dict[str, Cells]:
-    """The record's columns in table order, with NaN arrays for required ones that it lacks."""
+    """Return the record's columns in table order, with NaN arrays for missing required ones."""
     nothing = np.full(record.num_tokens, np.nan, np.float32)
     return {
         column.name: record.columns.get(column.name, nothing)
@@ -210,7 +211,7 @@ def filled(record: Record) -> dict[str, Cells]:
 
 
 def without_empty(columns: dict[str, Cells]) -> dict[str, Cells]:
-    """The columns without those that hold no number at all: readers of every format give the same records."""
+    """Drop columns without any value, so that readers of every format return the same records."""
     return {name: values for name, values in columns.items() if not _is_empty(values)}
 
 
@@ -218,3 +219,17 @@ def _is_empty(values: Cells) -> bool:
     if isinstance(values, Ragged):
         return len(values.values) == 0
     return bool(values.dtype.kind == "f" and values.size and np.isnan(values.flat[0]) and np.isnan(values).all())
+
+
+@dataclass(slots=True)
+class Skipped:
+    """Counts records that could not be read, with the first few reasons."""
+
+    lines: int = 0
+    reasons: list[str] = field(default_factory=list)
+    """The first few reasons, with file and line."""
+
+    def add(self, where: str, why: object) -> None:
+        self.lines += 1
+        if len(self.reasons) < _REASONS_KEPT:
+            self.reasons.append(f"{where}: {why}"[:300])

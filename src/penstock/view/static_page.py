@@ -1,7 +1,7 @@
-"""One self-contained page for a step, or a sample of it: scripts, styles, data and small images inside, no server.
+"""Write a step or a sample as one self-contained page with scripts, styles, data and small images. Needs no server.
 
-The page's policy allows the script in it by its hash and nothing from anywhere else. Data is JSON in a script
-element of another type, with every character escaped that could end it.
+The page's content security policy allows its own script by hash and nothing else. Data is JSON in a script element of
+another type, with every character escaped that could end the element.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MAX_BYTES = 256 << 20
 
 
 def write_page(path: Path, library: Library, *, run: str | None, step: int | None, sample: int | None) -> int:
-    """Write the page and say how large it is."""
+    """Write the page and return its size in bytes."""
     text = make_page(library, run=run, step=step, sample=sample)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.write_bytes(text)
 
 
 def make_page(library: Library, *, run: str | None = None, step: int | None = None, sample: int | None = None) -> bytes:
-    """The page as bytes."""
+    """Return the page as bytes."""
     name, export = next(iter(library.exports.items()))
     run = export.choose(run)
     steps = export.steps(run)
@@ -48,7 +48,7 @@ def make_page(library: Library, *, run: str | None = None, step: int | None = No
 
 
 def _collect(library: Library, name: str, run: str, number: int, sample: int | None) -> dict[str, Any]:
-    """All answers the page will ask for, under the questions as it writes them."""
+    """Collect all responses the page will request, keyed by its request URLs."""
     at = {"export": name, "run": run, "step": str(number)}
     index = library.index(name, run, number)
     chosen = list(range(len(index.rows))) if sample is None else [sample]
@@ -86,7 +86,7 @@ def _collect(library: Library, name: str, run: str, number: int, sample: int | N
 
 
 def _inline(library: Library, digest: str) -> str | None:
-    """An image as a data: URI; None where it is larger than 2 MiB or cannot be read."""
+    """Return an image as a data: URI, None if it is larger than 2 MiB or unreadable."""
     try:
         data, media_type = library.image(digest)
     except (AssetError, StorageError, UnknownKey, InvalidInput):

@@ -1,4 +1,4 @@
-"""One rank's file of one step, from its first record to the marker that says it is on disk."""
+"""Write one rank's file of one step, from its first record to the marker that confirms it is on disk."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from penstock.view.tallies import Tally
 
 
 class Sink(Protocol):
-    """A file format, at work on one file."""
+    """Writes one file in a format."""
 
     def append(self, records: list[Record]) -> None:
         """Write the records of one micro-batch."""
 
     def finish(self) -> None:
-        """Write what the format holds back; the file stays open."""
+        """Write what the format has buffered. The file stays open."""
 
 
 class Format(Protocol):
@@ -38,7 +38,7 @@ class Format(Protocol):
 
 
 class HashedFile:
-    """A file opened for writing that knows the digest of what went through it."""
+    """A file opened for writing that hashes what is written."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=1 << 18)
@@ -75,7 +75,7 @@ class HashedFile:
 
 @dataclass(slots=True, kw_only=True)
 class StepFile:
-    """A file being written; nobody sees it before `finish`."""
+    """A file being written. Invisible to readers until `finish`."""
 
     folder: Path
     rank: int
@@ -98,7 +98,7 @@ class StepFile:
         return f"rank_{self.rank}.{self.format.suffix}"
 
     def open(self, step: int) -> None:
-        """Start the file. Of what an interrupted attempt left, whole lines of earlier steps are taken over."""
+        """Start the file. Keeps complete lines of earlier trainer steps from an interrupted attempt."""
         earlier = _lines_before(self.part, step, self.tally) if self.format.suffix == "jsonl" else []
         self._file = HashedFile(self.part)
         self._sink = self.format(self._file)  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ class StepFile:
         self.written = len(earlier)
 
     def add(self, records: Iterable[Record]) -> None:
-        """Write those of a micro-batch's records that are chosen."""
+        """Write the chosen records of a micro-batch."""
         chosen = []
         for record in records:
             self.tally.add(record)
@@ -122,12 +122,12 @@ class StepFile:
             self.skipped += len(records)
             return
         for number, record in enumerate(records, self.written):
-            record.facts["export_sequence_idx"] = number
+            record.fields["export_sequence_idx"] = number
         self._sink.append(records)
         self.written += len(records)
 
     def finish(self, done: Done) -> None:
-        """Sync the file, give it its name, and leave the marker `done` with what is known of the file in it."""
+        """Sync and rename the file, then write the marker `done` completed with the file's size, digest and counts."""
         assert self._file is not None and self._sink is not None
         held = list(self.choice.finish())
         self.skipped -= len(held)
@@ -149,20 +149,23 @@ class StepFile:
         write_done(self.folder, done)
 
     def abandon(self) -> None:
-        """Close the file as it is; it is not shown, and the next attempt replaces it."""
+        """Close the unfinished file. It stays invisible, and the next attempt replaces it."""
         if self._file is not None and not self._file.closed:
             with suppress(OSError):
                 self._file.close()
 
 
 def _lines_before(part: Path, step: int, tally: Tally) -> list[bytes]:
-    """Whole records of earlier trainer steps, counted: a run's step may span several; they are not trained again."""
+    """Return the lines of earlier trainer steps and add them to the tally.
+
+    A run's step may span several trainer steps, and those before the restart are not trained again.
+    """
     kept = []
     with suppress(FileNotFoundError), part.open("rb") as file:
         for line in file:
             with suppress(MalformedLine):
                 record = parse_line(line)
-                if line.endswith(b"\n") and record.facts["step"] is not None and record.facts["step"] < step:
+                if line.endswith(b"\n") and record.fields["step"] is not None and record.fields["step"] < step:
                     kept.append(line)
                     tally.add(record)
     return kept

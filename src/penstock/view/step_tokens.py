@@ -1,6 +1,6 @@
-"""The trained tokens of a step as flat arrays: scales of colours, histograms, and what another rule would have masked.
+"""The trained tokens of a step as flat arrays, for colour scales, histograms and what-if masking.
 
-Kept beside a step's index, so that a question about all tokens of a step is one pass over arrays and no file is read.
+Kept with a step's index, so that a question about all tokens of a step is one pass over arrays and reads no file.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from penstock.view.record import COLUMNS, Record
 from penstock.view.tallies import MASKS
 
 CENTRES = {"importance_ratio": 1.0}
-"""The value without colour, where that is not 0."""
+"""The value without colour, if that is not 0."""
 _RATIO, _KL = (-2.0, 2.0), (-9.0, 2.0)
-"""Powers of ten between which tokens are counted; what lies beyond is counted at the edge."""
+"""Powers of ten between which tokens are counted. Values beyond count at the edge."""
 _BINS = 88
 
 
 class StepTokens:
-    """Collects the trained tokens of records; columns of one number per token."""
+    """Collects the trained tokens of records, for columns with one number per token."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[tuple[int, Array]]] = {}
@@ -43,7 +43,7 @@ class StepTokens:
         return sum(self._counts)
 
     def column(self, name: str) -> Array | None:
-        """[trained tokens], NaN where a sample lacks the column (False in masks); None where all do."""
+        """Return a column as [trained tokens], NaN (False in masks) where a sample lacks it. None if all do."""
         parts = self._parts.get(name)
         if parts is None:
             return None
@@ -57,7 +57,7 @@ class StepTokens:
         return out
 
     def scales(self) -> dict[str, dict[str, float]]:
-        """By column: how far from its centre half, 95 % and 99 % of the trained tokens are, and the furthest."""
+        """Return by column the distance from its centre within which 50, 95, 99 and 100 % of trained tokens lie."""
         found = {}
         for name in self._parts:
             values = self.column(name)
@@ -72,22 +72,22 @@ class StepTokens:
         return found
 
     def histograms(self) -> dict[str, dict[str, Any]]:
-        """Ratio and mismatch KL of the trained tokens, counted by powers of ten."""
+        """Return histograms of ratio and mismatch KL of the trained tokens, by powers of ten."""
         wanted = {"importance_ratio": _RATIO, "mismatch_kl": _KL}
         found = ((name, self.column(name), limits) for name, limits in wanted.items())
         return {name: _counted(values, limits) for name, values, limits in found if values is not None}
 
     def masked(self) -> dict[str, int]:
-        """Trained tokens that the loss masked, and by which threshold."""
+        """Count the trained tokens that the loss masked, by threshold."""
         found = {name: self.column(name) for name in MASKS}
         return {name: int(np.count_nonzero(values)) for name, values in found.items() if values is not None}
 
     def what_if(self, rule: str, thresholds: Mapping[str, float]) -> dict[str, Any] | None:
-        """What a rule would have masked of the step, beside what was; None where no sample has what it looks at."""
+        """Compare what a rule would have masked with what was masked. None if no sample has the columns it uses."""
         names = [name for name in ("prob_delta", "advantages", "importance_ratio") if name in self._parts]
         columns: dict[str, Any] = {name: self.column(name) for name in names}
         columns["loss_mask"] = np.ones(self.count, np.bool_)
-        sides = judge(Record(facts={}, columns=columns), rule, thresholds)
+        sides = judge(Record(fields={}, columns=columns), rule, thresholds)
         if sides is None:
             return None
         now, trained = sides[0] | sides[1], self.column("is_masked")
@@ -106,7 +106,7 @@ class StepTokens:
 
 
 def _is_plain(name: str, values: Any) -> bool:
-    """Whether it is worth keeping: a number or a mask per token, no ids."""
+    """Return whether a column is kept: a number or a mask per token, not ids."""
     if isinstance(values, Ragged) or values.ndim != 1:
         return False
     return name in MASKS or values.dtype.kind == "f" or name not in COLUMNS

@@ -1,4 +1,4 @@
-"""Sums over the trained tokens of a step: what the curves are drawn from, and what `penstock tokens` prints."""
+"""Sums over the trained tokens of a step, for the viewer's curves and `penstock tokens`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ OF_SAMPLES = ("reward", "length", "staleness")
 
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-"""Bounded, because a marker on disk may hold anything, and sums of these are written again."""
+"""Bounded, because a marker on disk may contain anything and sums of counts are written again."""
 
 
 class Moments(msgspec.Struct, frozen=True, kw_only=True):
-    """How many finite numbers there were, and what they came to."""
+    """Count, mean and extremes of finite numbers."""
 
     count: Annotated[int, msgspec.Meta(gt=0, le=2**62)]
     mean: float
@@ -31,7 +31,7 @@ class Moments(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A tally as markers, `penstock tokens --json` and the viewer have it; None where nothing was counted."""
+    """A tally as in markers, `penstock tokens --json` and the viewer. None where nothing was counted."""
 
     records: Count
     tokens: Count
@@ -39,7 +39,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     compared_tokens: Count
     masked: dict[str, Count]
     masked_fraction: dict[str, float]
-    """Of the compared tokens."""
+    """Fractions of the compared tokens."""
     mismatch_kl: Moments | None = None
     entropy: Moments | None = None
     loss: Moments | None = None
@@ -59,7 +59,7 @@ class Spread:
 
     def add(self, values: Array) -> None:
         total = float(values.sum(dtype=np.float64))
-        if not np.isfinite(total):  # something in it is not: rare, and only then worth a second look
+        if not np.isfinite(total):  # some value is NaN or infinite: rare, so filter only then
             values = values[np.isfinite(values)]
             total = float(values.sum(dtype=np.float64))
         if len(values):
@@ -69,13 +69,13 @@ class Spread:
             self.high = max(self.high, float(values.max()))
 
     def merge(self, other: Moments) -> None:
-        """Add other values by what they came to."""
+        """Add the values summarized by `other`."""
         self.count += other.count
         self.total += other.mean * other.count
         self.low, self.high = min(self.low, other.min), max(self.high, other.max)
 
     def moments(self) -> Moments | None:
-        """None where nothing was counted."""
+        """Return the moments, None if nothing was counted."""
         if not self.count:
             return None
         return Moments(count=self.count, mean=self.total / self.count, min=self.low, max=self.high)
@@ -83,14 +83,14 @@ class Spread:
 
 @dataclass(slots=True)
 class Tally:
-    """Adds up records, or the tallies of ranks."""
+    """Sums over records, or over the tallies of ranks."""
 
     records: int = 0
     tokens: int = 0
     loss_tokens: int = 0
     masked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MASKS, 0))
     compared_tokens: int = 0
-    """Trained tokens of records whose masks are known: what masked fractions are of."""
+    """Trained tokens of records with known masks: the denominator of masked fractions."""
     spreads: dict[str, Spread] = field(default_factory=lambda: {name: Spread() for name in (*MEASURED, *OF_SAMPLES)})
 
     def add(self, record: Record) -> None:
@@ -109,7 +109,7 @@ class Tally:
         self._add_sample(record)
 
     def _add_sample(self, record: Record) -> None:
-        reward, staleness = reward_of(record), record.facts.get("staleness")
+        reward, staleness = reward_of(record), record.fields.get("staleness")
         self.spreads["length"].add(np.array([record.num_tokens]))
         if reward is not None:
             self.spreads["reward"].add(np.array([reward]))
@@ -128,7 +128,7 @@ class Tally:
                 spread.merge(moments)
 
     def summary(self) -> Summary:
-        """What it came to."""
+        """Return the sums and fractions."""
         return Summary(
             records=self.records,
             tokens=self.tokens,
@@ -140,13 +140,13 @@ class Tally:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The summary as plain data."""
+        """Return the summary as plain data."""
         found: dict[str, Any] = msgspec.to_builtins(self.summary())
         return found
 
 
 def tally(records: Iterable[Record]) -> Tally:
-    """The tally of records."""
+    """Add up records."""
     out = Tally()
     for record in records:
         out.add(record)
@@ -154,7 +154,7 @@ def tally(records: Iterable[Record]) -> Tally:
 
 
 def reward_of(record: Record) -> float | None:
-    """The sample's reward: the sum of per-token rewards, or the one number that stands on every token."""
+    """Return a sample's reward: the sum of per-token rewards, or the number itself if all tokens have the same."""
     rewards = record.columns.get("rewards")
     if rewards is None:
         return None

@@ -1,7 +1,7 @@
-"""Send records to an object store as one Parquet file: streamed, bounded in memory, tried again from the start.
+"""Upload records to an object store as one Parquet file, with bounded memory and retries.
 
-The file is written to a temporary folder first, so its length is known and every attempt can begin anew; the folder
-goes on every exit, also on errors and interrupts.
+The file is first written to a temporary folder, so that its length is known and a retry can start over. The folder is
+always removed, also on errors and interrupts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.assets import AssetStore
 
 PART_BYTES = 8 << 20
-"""Sent, and held in memory, at a time."""
+"""Bytes sent, and held in memory, at a time."""
 
 
 def upload_records(
@@ -34,7 +34,7 @@ def upload_records(
     wait: Callable[[float], None] = time.sleep,
     temporary: Path | None = None,
 ) -> int:
-    """Write records to `key` of an `obstore` store, and say how many; nothing is sent where there are none.
+    """Write records to `key` of an `obstore` store and return their number. Sends nothing if there are none.
 
     >>> from obstore.store import MemoryStore
     >>> upload_records([], MemoryStore(), "tokens/step_1.parquet")
@@ -51,7 +51,7 @@ def upload_records(
 def upload_file(
     path: Path, store: Any, key: str, *, attempts: int = 3, wait: Callable[[float], None] = time.sleep
 ) -> None:
-    """Send a file in parts of 8 MiB, one in flight; after a failure again from the start, 2, 4, ... seconds later."""
+    """Send a file in parts of 8 MiB, one at a time. After a failure starts over, 2, 4, ... seconds later."""
     require("upload", "obstore")
     import obstore
     from obstore.exceptions import BaseError
@@ -61,7 +61,7 @@ def upload_file(
             obstore.put(store, key, path, chunk_size=PART_BYTES, max_concurrency=1)
         except (BaseError, OSError) as error:
             if attempt == attempts:
-                # The client's message may hold headers and addresses; the class says enough.
+                # The client's message may contain headers and addresses, so only its class is shown.
                 raise StorageError(
                     f"{key}: {path.stat().st_size} bytes not stored after {attempts} attempts, the last ended with "
                     f"{type(error).__name__}; send it again"

@@ -1,8 +1,8 @@
-"""What token ids look like as text: read from a tokenizer's files, one piece per id, nothing decoded twice.
+"""Show token ids as text, from a tokenizer's files, one piece per id.
 
-`tokenizer.json` is read as the data it is: no library, no code from the folder. Other tokenizers are opened by
-transformers, from local files only and without remote code, if it is installed. A piece that is part of a character
-shows its bytes, `\\xe2\\x82`, because alone it is not text.
+`tokenizer.json` is read as data, without a library or code from the folder. Other tokenizers are opened by
+transformers, if installed, from local files only and without remote code. A piece that is part of a character is shown
+as bytes, `\\xe2\\x82`, because alone it is not valid text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SPACE = "▁"
 
 class Vocabulary(Protocol):
     def text(self, token_id: int) -> str | None:
-        """The text of one id; None for ids it does not have."""
+        """Return the text of an id, None for unknown ids."""
 
 
 class Pieces:
@@ -34,7 +34,7 @@ class Pieces:
     def __init__(self, pieces: dict[int, str], plain: frozenset[int] = frozenset()) -> None:
         self._pieces = pieces
         self._plain = plain
-        """Ids of added tokens: written as they are, in no alphabet of bytes."""
+        """Ids of added tokens, which are plain text instead of a byte alphabet."""
 
     def text(self, token_id: int) -> str | None:
         piece = self._pieces.get(token_id)
@@ -44,7 +44,7 @@ class Pieces:
 
 
 def open_vocabulary(folder: Path) -> Vocabulary:
-    """The vocabulary of the tokenizer in a folder."""
+    """Open the vocabulary of the tokenizer in a folder."""
     path = folder if folder.suffix == ".json" else folder / "tokenizer.json"
     if path.is_file():
         return _from_json(path)
@@ -74,7 +74,7 @@ def _from_json(path: Path) -> Pieces:
 
 
 def piece_text(piece: str) -> str:
-    """A vocabulary entry as text: byte alphabets undone, SentencePiece's marks as spaces."""
+    """Convert a vocabulary entry to text: decodes byte alphabets and SentencePiece's space marks."""
     match = _BYTE_PIECE.fullmatch(piece)
     if match:
         return _decoded(bytes.fromhex(match[1]))
@@ -91,7 +91,7 @@ def _decoded(data: bytes) -> str:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable ones are themselves, the others are moved up from 256."""
+    """Return GPT-2's characters for bytes: printable ones map to themselves, the others to 256 and up."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     moved = [byte for byte in range(256) if byte not in kept]
     return {chr(byte): byte for byte in kept} | {chr(256 + i): byte for i, byte in enumerate(moved)}
@@ -101,11 +101,11 @@ _BYTES = _byte_alphabet()
 
 
 def texts(vocabulary: Vocabulary, ids: Any) -> dict[int, str]:
-    """The text of every distinct id that has one."""
+    """Return the text of every distinct id that has one."""
     found = ((int(i), vocabulary.text(int(i))) for i in set(ids))
-    return {i: _whole(text) for i, text in found if text is not None}
+    return {i: _encodable(text) for i, text in found if text is not None}
 
 
-def _whole(text: str) -> str:
-    """The text with lone surrogates replaced: they cannot be sent as UTF-8."""
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which UTF-8 cannot encode."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

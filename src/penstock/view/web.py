@@ -1,4 +1,4 @@
-"""The viewer's server: a library as JSON, images as bytes, news as they come, the page as it lies in the package."""
+"""The viewer's server: JSON from a library, images, a stream of changes, and the static page."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ SCRIPTS = (
     *("text", "source", "live", "scale", "rules", "charts", "lines", "curves", "filters", "list", "tokens", "side"),
     *("bar", "compare", "step", "run", "groups", "dropped", "keys", "top", "app"),
 )
-"""In the order in which they are joined: a page asks for one file, not for twenty."""
+"""In the order in which they are joined. A page requests one file instead of twenty."""
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
 }
 _GRACE_S = 5
-"""How long an answer under way may keep the server from ending."""
+"""How long a response in progress may delay shutdown."""
 _END_S = 10.0
-"""How long its thread is waited for."""
+"""How long to wait for the server's thread."""
 
 
 def make_app(library: Library, *, token: str) -> Guard:
-    """The whole viewer behind its guard."""
+    """Return the viewer's app behind its guard."""
     require("the viewer", "starlette", "uvicorn")
     from starlette.applications import Starlette
     from starlette.responses import Response, StreamingResponse
@@ -70,7 +70,7 @@ def make_app(library: Library, *, token: str) -> Guard:
 
 
 def answers(library: Library) -> dict[str, Callable[[Request], Any]]:
-    """What can be asked, by name."""
+    """Return the handlers of /api/NAME by name."""
     return {
         "overview": lambda _: library.overview(),
         "run": lambda request: library.run(*_run_of(request)),
@@ -88,7 +88,7 @@ def answers(library: Library) -> dict[str, Callable[[Request], Any]]:
 
 
 def static_files() -> dict[str, bytes]:
-    """The page's files, by name."""
+    """Return the page's files by name."""
     folder = resources.files("penstock.view") / "static"
     files = {name: (folder / name).read_bytes() for name in ("index.html", "style.css")}
     return files | {"app.js": b"\n".join((folder / f"{name}.js").read_bytes() for name in SCRIPTS)}
@@ -104,7 +104,7 @@ def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
 
 
 def _safely(respond: Callable[[Request], Response]) -> Callable[[Request], Response]:
-    """Our errors as short answers; what else goes wrong is the server's to report."""
+    """Turn our errors into short responses. The server reports all others."""
     from starlette.responses import Response
 
     def responding(request: Request) -> Response:
@@ -131,7 +131,7 @@ def _step_of(request: Request) -> tuple[str, str, int]:
 
 
 def _rule_of(request: Request) -> tuple[str, dict[str, float]]:
-    """A rule and the thresholds given for it."""
+    """Return the requested rule and its thresholds."""
     given = {name: request.query_params[name] for name in ("high", "low", "threshold") if name in request.query_params}
     return request.query_params.get("rule", ""), {name: _threshold(name, text) for name, text in given.items()}
 
@@ -155,7 +155,7 @@ def _number(request: Request, name: str) -> int:
 
 @contextlib.contextmanager
 def listening(port: int) -> Iterator[tuple[socket.socket, int]]:
-    """A socket on the loopback address, and its port; 0 takes a free one."""
+    """Open a socket on the loopback address. Yields it and its port; port 0 selects a free one."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -168,7 +168,7 @@ def listening(port: int) -> Iterator[tuple[socket.socket, int]]:
 
 @contextlib.contextmanager
 def serving(library: Library) -> Iterator[tuple[str, int, str]]:
-    """The viewer at work in a thread: its URL with the token, its port, and the token."""
+    """Run the viewer in a thread. Yields its URL with the token, its port, and the token."""
     token = new_token()
     with listening(0) as (listener, port):
         server = make_server(make_app(library, token=token))
@@ -183,12 +183,12 @@ def serving(library: Library) -> Iterator[tuple[str, int, str]]:
 
 
 def make_server(app: Guard) -> Any:
-    """A uvicorn server for the app; run it with `run(sockets=[...])`. It logs no addresses: they hold the token."""
+    """Make a uvicorn server for the app; call its `run(sockets=[...])`. URLs are not logged: they contain the token."""
     import uvicorn
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            app.closing.set()  # pages that listen would keep the server waiting
+            app.closing.set()  # open event streams would delay the shutdown
             await super().shutdown(sockets)
 
     return Server(server_config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S))

@@ -60,7 +60,7 @@ def index_records(records: Iterable[Record]) -> Index:
     """Index an export's samples by rollout. If a sample was trained several times, the last time counts."""
     latest: dict[str, Trained] = {}
     for record in records:
-        name = record.facts.get("sample_id")
+        name = record.fields.get("sample_id")
         if name:
             latest[name] = _trained(record)
     found: dict[str, list[Trained]] = defaultdict(list)

@@ -84,9 +84,9 @@ def _sample(record: Record, lost: Lost) -> Sample:
         for name, cells in record.columns.items()
         if name in taken and name not in _DERIVED
     }
-    facts = {column.name: record.facts.get(name) for name, column in OF_SAMPLE.items()}
+    facts = {column.name: record.fields.get(name) for name, column in OF_SAMPLE.items()}
     given: dict[str, Any] = {name: value for name, value in facts.items() if value not in (None, "")}
-    images = [_span(image) for image in record.facts.get("images") or ()]
+    images = [_span(image) for image in record.fields.get("images") or ()]
     return Sample(
         **given, images=images, columns={name: columns.pop(name) for name in own if name in columns}, **columns
     )

@@ -1,4 +1,4 @@
-// The whole page: where we are (in the address, so that it can be shared and gone back to), and what follows what.
+// The page's router: keeps the state in the address, so that it can be shared, and shows the page for it.
 "use strict";
 {
   const PAGES = ["samples", "step", "run", "groups", "dropped"];

@@ -17,17 +17,17 @@
   const kind = () => ps.query.get("scale") || "fixed";
 
   function details(row) {
-    const facts = sample.facts;
-    const rollout = facts.rollout || {};
+    const fields = sample.fields;
+    const rollout = fields.rollout || {};
     const reward = (sample.columns.rewards || [NaN]).find((value) => Number.isFinite(value));
     const found = [
-      facts.env_name,
-      facts.training_mode,
-      facts.group_id && "group " + facts.group_id,
-      facts.prompt && "prompt " + facts.prompt,
-      "rank " + facts.rank + ", micro-step " + facts.micro_step,
-      facts.policy_version !== null && "policy " + facts.policy_version,
-      facts.staleness !== null && facts.staleness + " behind",
+      fields.env_name,
+      fields.training_mode,
+      fields.group_id && "group " + fields.group_id,
+      fields.prompt && "prompt " + fields.prompt,
+      "rank " + fields.rank + ", micro-step " + fields.micro_step,
+      fields.policy_version !== null && "policy " + fields.policy_version,
+      fields.staleness !== null && fields.staleness + " behind",
       reward !== undefined && "reward " + ps.number(reward),
       rollout.truncated && "truncated",
       rollout.stop_condition && "stopped by " + rollout.stop_condition,
@@ -79,15 +79,15 @@
   }
 
   function draw(number, row) {
-    const facts = sample.facts;
+    const fields = sample.fields;
     legend = ps.el("div", { class: "legend", id: "legend" });
     box = typedBox();
     const scale = ps.select("scale", "Scale of the colours", KINDS, kind(), (value) => {
       ps.query.set({ scale: value === "fixed" ? null : value });
       repaint();
     });
-    const group = facts.group_id
-      ? ps.el("button", { type: "button", id: "to-group", on: { click: () => openGroup(facts.group_id) } }, "its group")
+    const group = fields.group_id
+      ? ps.el("button", { type: "button", id: "to-group", on: { click: () => openGroup(fields.group_id) } }, "its group")
       : null;
     return ps.el(
       "div",
@@ -95,7 +95,7 @@
       ps.el(
         "div",
         { class: "head" },
-        ps.el("h1", {}, ps.visible(facts.sample_id || "sample " + number)),
+        ps.el("h1", {}, ps.visible(fields.sample_id || "sample " + number)),
         row && !row.trains ? ps.el("span", { class: "mark", id: "idle" }, "trains nothing") : null,
         ps.el("span", { class: "grow" }),
         group,

@@ -32,8 +32,8 @@
   }
 
   ps.compare = {
-    // Fill the holder with A and B; `tell` hears of the token under either cursor. Where one of them did not train the
-    // sample, words stand in its place.
+    // Fill the holder with A and B; `tell` is called with the token under either cursor. If one of them did not train the
+    // sample, a message takes its place.
     show(holder, a, b, tell) {
       if (!a || !b) return alone(holder, a, b, tell);
       isOn = true;

@@ -42,7 +42,7 @@
       const samples = await ps.source.droppedGroup(at, group.id);
       const view = ps.el("div", { class: "holder kept" });
       const pick = (value) => tokens.show(view, samples[Number(value)], () => {});
-      const rollouts = samples.map((sample, i) => [String(i), ps.visible(sample.facts.sample_id || "rollout " + i)]);
+      const rollouts = samples.map((sample, i) => [String(i), ps.visible(sample.fields.sample_id || "rollout " + i)]);
       ps.fill(holder, ps.select("dropped-sample", "Rollout", rollouts, "0", pick), view);
       tokens.paint({ column: ps.columns[0], scale: 1 });
       pick("0");
@@ -69,7 +69,7 @@
           WHY[group.reason] ? ps.el("span", { class: "dim" }, " (" + WHY[group.reason] + ")") : null,
         ),
         ...["samples", "tokens", "policy_version"].map((key) => ps.el("td", {}, ps.number(group[key]))),
-        ps.el("td", {}, group.is_kept ? button : ps.el("span", { class: "dim" }, "given back")),
+        ps.el("td", {}, group.is_kept ? button : ps.el("span", { class: "dim" }, "freed")),
       );
     });
     const head = names.map((name, i) => ps.el("th", { scope: "col", class: i < 3 ? "name" : "" }, name));
@@ -84,8 +84,8 @@
   ps.droppedPage = function (element, found, place) {
     at = { ...place };
     if (!found.ledger) {
-      const words = found.error || "No plane has kept its log here, so what was dropped is not known.";
-      return ps.fill(element, ps.el("p", { class: "empty" }, words));
+      const text = found.error || "No plane has kept its log here, so what was dropped is not known.";
+      return ps.fill(element, ps.el("p", { class: "empty" }, text));
     }
     const holder = ps.el("div", { id: "dropped-group" });
     const why = [...new Set(found.groups.map((group) => group.reason))].sort();

@@ -47,7 +47,7 @@
   };
   let hits = null; // samples whose tokens say what is searched, by index; null: not asked yet
 
-  // "reward>=0.5 env=math": every term must hold. What is no term is an error, in words.
+  // "reward>=0.5 env=math": every term must hold. Anything else is returned as an error message.
   ps.parseWhere = function (text) {
     const terms = text.trim().split(/\s+/).filter(Boolean);
     return terms.map((term) => {
@@ -76,7 +76,7 @@
   const get = (name) => ps.query.get(name) || "";
   const number = (name) => (get(name) === "" ? NaN : Number(get(name)));
 
-  // A function that says of a row whether it is shown, from the address as it is now.
+  // Return a predicate for the rows to show, from the current address.
   function chosen() {
     const search = get("search").trim().toLowerCase();
     const terms = where();
@@ -127,7 +127,7 @@
     chosen,
     order,
     sorting,
-    // Ask which samples' tokens say what is searched; `then` hears when it is known.
+    // Search the samples' tokens; `then` is called with the result.
     async search(at, then) {
       const asked = get("search").trim();
       hits = null;
@@ -141,7 +141,7 @@
       }
       then();
     },
-    // Where in a sample the words searched for begin; -1 where they do not.
+    // The token at which the search text begins in a sample; -1 if it does not occur.
     hit: (index) => (hits && hits.has(index) ? hits.get(index) : -1),
   };
 }

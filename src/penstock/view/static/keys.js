@@ -40,7 +40,7 @@
   }
 
   ps.keys = {
-    // Listen; `all` are keys, what they do in words, and functions by key; some work only while a sample is open.
+    // Start listening. `all` has keys, descriptions and functions; some work only while a sample is open.
     start(all, isSample) {
       acts = [...all, ["?", "this list", { "?": help }]];
       addEventListener("keydown", (event) => pressed(event, isSample));

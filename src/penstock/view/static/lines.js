@@ -7,7 +7,7 @@
   const BOTTOM = 20;
   const TALL = 150;
 
-  // Round numbers that divide a range into about so many parts.
+  // Round numbers that divide a range into about the given number of parts.
   ps.ticks = function (low, high, wanted) {
     const rough = (high - low) / Math.max(wanted, 1);
     if (!(rough > 0) || !Number.isFinite(rough)) return [low];

@@ -62,7 +62,7 @@
   function rowOf(row, place) {
     const bar = ps.el("i", { class: "bar" });
     bar.style.width = (row.max_kl === null ? 0 : Math.max(2, 100 * Math.sqrt(row.max_kl / (worst || 1)))) + "%";
-    const facts = [
+    const details = [
       row.advantage === null ? null : "A " + ps.signed(row.advantage),
       row.staleness === null ? null : row.staleness + " behind",
       row.trains ? null : "trains nothing",
@@ -95,7 +95,7 @@
       ps.el(
         "span",
         { class: "line dim" },
-        ps.el("span", {}, facts.filter(Boolean).join(" · ")),
+        ps.el("span", {}, details.filter(Boolean).join(" · ")),
         ps.el("span", { title: "worst mismatch KL of a trained token" }, "KL " + ps.number(row.max_kl)),
       ),
       ps.el("span", { class: "track" }, bar),
@@ -130,7 +130,7 @@
     return [["", all], ...found.map((value) => [value, ps.visible(value)])];
   }
 
-  // The box for words and ids; asks the server shortly after the last key.
+  // The search box for text and ids. Queries the server shortly after the last key.
   ps.searchBox = function (where, changed, id) {
     const search = ps.el("input", {
       type: "search",

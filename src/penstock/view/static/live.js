@@ -1,9 +1,9 @@
-// News of a run at work: one line to the server that it keeps open, opened again by the browser when it breaks.
+// Changes of a running run: one event stream from the server. The browser reconnects when it breaks.
 "use strict";
 {
   let line = null;
   let isOpen = false;
-  let hears = null; // who is told, once the page is there
+  let hears = null; // the callbacks, once the page is there
   const read = {}; // by export and run: how far its numbers are known
 
   function connect() {
@@ -12,7 +12,7 @@
     line.addEventListener("open", () => turn(true));
     line.addEventListener("error", () => {
       turn(false);
-      // The browser tries again by itself, unless the server has refused: then nobody else would.
+      // The browser reconnects by itself unless the server rejected the request. Then we do.
       if (line.readyState === EventSource.CLOSED) setTimeout(connect, 3000);
     });
     for (const name of ["overview", "rows"])
@@ -31,15 +31,15 @@
 
   ps.live = {
     isOpen: () => isOpen,
-    // Begin; `told` has a function for each kind of news (overview, rows) and for the line itself.
+    // Start. `told` has a callback for each event (overview, rows) and for the connection state.
     start(told) {
       hears = told;
       if (ps.source.isEmbedded) return;
       connect();
-      // A browser opens six lines to one address: a tab that nobody looks at must not hold one.
+      // A browser opens at most six connections per host: a hidden tab must not hold one.
       document.addEventListener("visibilitychange", () => (document.hidden ? line.close() : connect()));
     },
-    // Curves of this run are shown from here on: be told of its new rows.
+    // Subscribe to new rows of this run, whose curves are now shown.
     follow(at, places) {
       const key = at.export + "\n" + at.run;
       if (ps.source.isEmbedded || key in read) return;

@@ -67,7 +67,7 @@
     return any.map((masked, i) => (masked ? (high && high[i] ? HIGH : low && low[i] ? LOW : OTHER) : 0));
   };
 
-  // Boxes for thresholds; `changed` hears of them as they are typed, unless what is typed is none.
+  // Boxes for thresholds; `changed` is called as valid ones are typed.
   ps.thresholdBoxes = function (thresholds, changed, prefix) {
     return Object.entries(thresholds).map(([name, value]) => {
       const box = ps.el("input", {
@@ -90,9 +90,9 @@
     });
   };
 
-  // The thresholds a sample was trained with, where it says so.
+  // The thresholds a sample was trained with, if recorded.
   ps.thresholdsOf = function (sample, name) {
-    const own = sample.facts.rule;
+    const own = sample.fields.rule;
     const found = { ...ps.rules[name].inputs };
     if (own && (own.kind === name || (own.kind === "opd" && name === "dppo")))
       for (const key of Object.keys(found)) if (typeof own[key] === "number") found[key] = own[key];

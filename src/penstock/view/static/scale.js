@@ -33,7 +33,7 @@
 
   // What a sample can be coloured by: columns as above, and those of the run's own that have one number per token.
   ps.columnsOf = function (sample) {
-    const own = Object.entries(sample.facts.columns || {})
+    const own = Object.entries(sample.fields.columns || {})
       .filter(([name, [, trailing, ragged]]) => !trailing && !ragged && sample.columns[name])
       .map(([name]) => ({ key: name, label: name, centre: 0, twoSided: true }));
     return ps.columns.filter((column) => sample.columns[column.key]).concat(own);
@@ -55,7 +55,7 @@
     return sizes.length ? Math.max(percentile(sizes, 95), 1e-9) : 1;
   }
 
-  // How far from its centre a value must be for full colour, and in words where that comes from.
+  // The distance from the centre at full colour, and a text that explains it.
   ps.scaleOf = function (sample, column, kind, scales, typed) {
     const ofStep = scales && scales[column.key];
     if (typed > 0) return { scale: typed, name: "value you typed" };

@@ -74,9 +74,9 @@
     );
   }
 
-  // Whose turn a token belongs to; empty where the rollout does not say.
+  // The role whose turn a token belongs to; empty if unknown.
   function roleOf(one, i) {
-    const roles = (one.facts.rollout || {}).roles;
+    const roles = (one.fields.rollout || {}).roles;
     if (!roles) return "";
     for (let k = 0, end = 0; k + 1 < roles.runs.length; k += 2) {
       end += roles.runs[k + 1];
@@ -87,7 +87,7 @@
 
   // What is known of the rollout: metrics and info by name, and why it failed.
   function rolloutTable() {
-    const known = sample.facts.rollout || {};
+    const known = sample.fields.rollout || {};
     const shown = (value) => (typeof value === "number" ? ps.number(value) : ps.visible(JSON.stringify(value)));
     const rows = [
       ...Object.entries(known.metrics || {}),
@@ -97,7 +97,7 @@
     return rows.length ? ps.el("table", { id: "rollout" }, ps.el("tbody", {}, ...rows)) : null;
   }
 
-  // What a screen reader says of the token under the cursor.
+  // The screen reader's text for the token under the cursor.
   function spoken(i) {
     const column = ps.bar.column();
     const words = [ps.tokens.text(i), "token " + i, sample.columns.loss_mask[i] ? "trained" : "context"];
@@ -200,7 +200,7 @@
   function drawScatter() {
     const c = sample.columns;
     ps.scatter(parts.scatter, c.inference_logprobs || [], c.trainer_logprobs || [], {
-      mask: sample.facts.training_mode === "sft" ? [] : c.loss_mask,
+      mask: sample.fields.training_mode === "sft" ? [] : c.loss_mask,
       marked: live || exported,
       onPick: pick,
       cursor: ps.tokens.cursor(),
@@ -241,7 +241,7 @@
         section("Mismatch KL", parts.kl),
         section("Trainer and sampler", parts.scatter),
       );
-      const own = sample.facts.rule && sample.facts.rule.kind;
+      const own = sample.fields.rule && sample.fields.rule.kind;
       choose(ps.rules[own] ? own : own === "opd" ? "dppo" : rule);
     },
     token(i) {

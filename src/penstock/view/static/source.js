@@ -12,9 +12,9 @@
     });
     embedded.answers = Object.fromEntries(asked);
   }
-  const FRESH = new Set(["overview", "points", "dropped", "whatif", "search"]); // asked anew each time
+  const FRESH = new Set(["overview", "points", "dropped", "whatif", "search"]); // never cached
 
-  // One more try where nobody answered: tunnels and idle connections break now and then.
+  // Retry once without a response: tunnels and idle connections break now and then.
   async function get(address) {
     try {
       return await fetch(address, { credentials: "same-origin" });
@@ -59,7 +59,7 @@
   }
 
   const opened = ({ record, texts }) => ({
-    facts: record,
+    fields: record,
     columns: columns(record),
     texts,
     count: record.token_ids.length,

@@ -55,7 +55,7 @@
     function layOut(width) {
       const starts = []; // first token of each line
       const tops = [];
-      const images = new Map((sample.facts.images || []).map((image) => [image.offset, image]));
+      const images = new Map((sample.fields.images || []).map((image) => [image.offset, image]));
       const labels = new Map(view.blocks.map((block) => [block.start, block.label]));
       const hasTexts = Object.keys(sample.texts).length > 0;
       const gap = hasTexts ? 1 : 7;

@@ -3,7 +3,7 @@
 {
   const NAMES = { run: "Run", step: "Step", groups: "Groups", samples: "Samples", dropped: "Dropped" };
 
-  // How the run is, in a word and in a sentence.
+  // The run's state as a label and as a sentence.
   function stateOf(run) {
     if (ps.source.isEmbedded) return ["", "A part of a run, in one file."];
     const said = run.state;

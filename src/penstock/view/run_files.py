@@ -1,0 +1,128 @@
+"""The files a run writes about itself: metrics of every step, and whether it is running.
+
+`metrics.jsonl` has one line per step from the trainer. `plane.jsonl` has what the plane held, accepted and dropped when
+the step was trained. They are read incrementally. A step trained again after a crash counts with its last line.
+
+`state.json` is written when a run starts and when it ends. A killed run cannot write that it ended; its process id
+shows it, on the same machine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.atomic import replacing
+from penstock.log import is_gone, pid_space
+
+STATE = "state.json"
+FILES = ("metrics.jsonl", "plane.jsonl")
+_MAX_READ = 64 << 20
+"""Bytes of a file read at a time."""
+Places = dict[str, int]
+"""How far each file has been read."""
+
+
+def is_written(folder: Path) -> bool:
+    """Return whether a run writes its metrics there."""
+    return any((folder / name).is_file() for name in FILES)
+
+
+def rows_since(folder: Path, places: Places) -> tuple[list[dict[str, float | None]], Places]:
+    """Return lines added since `places`, merged and sorted by step, and the places to continue from."""
+    rows: dict[int, dict[str, float | None]] = {}
+    now = dict(places)
+    for name in FILES:
+        lines, now[name] = _lines(folder / name, places.get(name, 0))
+        for line in lines:
+            row = _row(line)
+            if row is not None:
+                rows.setdefault(int(row["step"] or 0), {}).update(row)
+    return [rows[step] for step in sorted(rows)], now
+
+
+def as_columns(rows: Iterable[Mapping[str, float | None]]) -> dict[str, list[float | None]]:
+    """Convert rows to one list per name, null where a step lacks it. A third of the bytes of a list of rows."""
+    kept = list(rows)
+    names = dict.fromkeys(name for row in kept for name in row)
+    return {name: [row.get(name) for row in kept] for name in names}
+
+
+def _lines(path: Path, start: int) -> tuple[list[bytes], int]:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            begin = start if start <= size else 0  # the file was replaced by a new one
+            file.seek(begin)
+            data = file.read(_MAX_READ)
+    except FileNotFoundError:
+        return [], 0
+    end = data.rfind(b"\n") + 1  # a line still being written is read next time
+    return data[:end].splitlines(), begin + end
+
+
+def _row(line: bytes) -> dict[str, float | None] | None:
+    """Return the numbers in a line. None for a line without a step, such as one cut off by a crash."""
+    try:
+        found: Any = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    step: Any = found.get("step") if isinstance(found, dict) else None
+    if not _is_number(step) or not 0 <= step < 2**53:
+        return None
+    return {str(name)[:120]: value for name, value in found.items() if value is None or _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a run, as it wrote it."""
+
+    state: Literal["running", "finished", "stopped", "failed", "gone"]
+    """gone: its process ended without writing its state."""
+    began: float
+    ended: float | None = None
+    pid: int = 0
+    host: str = ""
+
+
+@contextmanager
+def at_work(folder: Path) -> Iterator[None]:
+    """Write that the run in a folder is running, and at the end how it ended."""
+    running = RunState(state="running", began=time.time(), pid=os.getpid(), host=platform.node())
+    _write(folder, running)
+    outcome: Literal["finished", "stopped", "failed"] = "failed"
+    try:
+        yield
+        outcome = "finished"
+    except KeyboardInterrupt:
+        outcome = "stopped"
+        raise
+    finally:
+        _write(folder, msgspec.structs.replace(running, state=outcome, ended=time.time()))
+
+
+def state_of(folder: Path) -> RunState | None:
+    """Read the state of the run in a folder, None if unknown."""
+    try:
+        found = msgspec.json.decode((folder / STATE).read_bytes(), type=RunState)
+    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if found.state == "running" and found.host == platform.node() and is_gone(pid_space(), found.pid):
+        return msgspec.structs.replace(found, state="gone")
+    return found
+
+
+def _write(folder: Path, state: RunState) -> None:
+    with replacing(folder / STATE) as file:
+        file.write(msgspec.json.encode(state))
