@@ -123,13 +123,17 @@ class GroupFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     @staticmethod
     def from_bytes(data: bytes) -> GroupFacts:
         try:
-            found = msgspec.msgpack.decode(_inflated(data), type=GroupFacts)
+            found = _READ.decode(_inflated(data))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CorruptFrame(f"facts of a group: {error}") from None
         if found.format != FORMAT:
             raise CorruptFrame(f"facts of a group: format {found.format}; this version reads {FORMAT}")
         _check_sizes(found)
         return found
+
+
+# Made at import: msgspec crashes when two threads are the first to decode a type.
+_READ = msgspec.msgpack.Decoder(GroupFacts)
 
 
 def _inflated(data: bytes) -> bytes:

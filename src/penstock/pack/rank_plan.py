@@ -133,7 +133,7 @@ class RankPlan:
         """A rank plan from bytes; nothing larger than the bytes themselves is allocated, and `fill` will not make more
         than `max_tokens` of it, nor more than `max_bytes` of a column where no sample has it."""
         try:
-            wire = msgspec.msgpack.decode(data, type=_Wire)
+            wire = _READ.decode(data)
             rank_plan = RankPlan(
                 rank=wire.rank,
                 order=np.frombuffer(wire.order, "<i4").astype(np.int32),
@@ -192,6 +192,10 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Earlier writers did not say."""
     shared: bytes = b""
     """Empty where nothing is shared."""
+
+
+# Made at import: msgspec crashes when two threads are the first to decode a type.
+_READ = msgspec.msgpack.Decoder(_Wire)
 
 
 def _check(rank_plan: RankPlan, version: int) -> None:

@@ -31,6 +31,10 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self)
 
 
+# Made at import: msgspec crashes when two threads are the first to decode a type.
+_READ = msgspec.json.Decoder(Marker)
+
+
 def read_marker(storage: Storage) -> Marker | None:
     """The marker of a storage; None when there is none."""
     return _decoded(storage, storage.marker())
@@ -40,7 +44,7 @@ def _decoded(storage: Storage, data: bytes | None) -> Marker | None:
     if data is None:
         return None
     try:
-        return msgspec.json.decode(data, type=Marker)
+        return _READ.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptFile(
             f"{storage.url}/marker: {error}; restore it from a copy of the storage, or make a new "

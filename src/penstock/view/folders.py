@@ -68,6 +68,10 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     """Whatever the training loop gave; None for what was not a number."""
 
 
+# Made at import: msgspec crashes when two threads are the first to decode a type.
+_READ = msgspec.json.Decoder(Done)
+
+
 def exports_of(folder: Path, run: str) -> Path:
     """The exports of a run; `run` is "" where there is only one."""
     if run and not _SAFE_RUN.fullmatch(run):
@@ -132,7 +136,7 @@ def read_done(path: Path, rank: int) -> Done | None:
 
 def _decoded(data: bytes, marker: Path, rank: int) -> Done:
     try:
-        done = msgspec.json.decode(data, type=Done)
+        done = _READ.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptFile(
             f"{marker}: not a rank's marker: {error}; export the step again or remove its folder"

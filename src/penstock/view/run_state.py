@@ -31,6 +31,10 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
 
 
+# Made at import: msgspec crashes when two threads are the first to decode a type.
+_READ = msgspec.json.Decoder(RunState)
+
+
 @contextmanager
 def at_work(folder: Path) -> Iterator[None]:
     """Say that the run in a folder is running, and at the end how it ended."""
@@ -50,7 +54,7 @@ def at_work(folder: Path) -> Iterator[None]:
 def state_of(folder: Path) -> RunState | None:
     """What the run in a folder last said; None where nothing is known."""
     try:
-        found = msgspec.json.decode((folder / FILE).read_bytes(), type=RunState)
+        found = _READ.decode((folder / FILE).read_bytes())
     except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError, UnicodeDecodeError):
         return None
     if found.state == "running" and found.host == platform.node() and not _is_alive(found.pid):

@@ -49,9 +49,13 @@ class EvalFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     @staticmethod
     def from_bytes(data: bytes) -> EvalFacts:
         try:
-            return msgspec.msgpack.decode(data, type=EvalFacts)
+            return _READ.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CorruptFile(f"facts of an evaluation group: {error}; restore the folder from a copy") from None
+
+
+# Made at import: msgspec crashes when two threads are the first to decode a type.
+_READ = msgspec.msgpack.Decoder(EvalFacts)
 
 
 @dataclass(slots=True)
