@@ -1,6 +1,6 @@
 """Types of messages and files are known to msgspec before any thread needs them.
 
-msgspec fills in what it knows of a type when it first decodes one. Two threads that are first at once crash the process.
+msgspec fills in what it knows of a type when it first decodes one. Two threads that are first at once crash it.
 """
 
 from __future__ import annotations
