@@ -16,6 +16,20 @@ def test_every_promise_holds_whatever_fails(part: int) -> None:
         StorageSimulation(seed).run()
 
 
+# Seeds that come where few others do.
+@pytest.mark.parametrize(
+    "seed",
+    [
+        280,  # a second client puts a group while it is being written
+        297,  # the disk is full while damage is repaired
+        328,  # a step cannot be planned, and its session hears why
+        394,  # the disk is full while damage is repaired, and the next turn tries again
+    ],
+)
+def test_rare_seeds(seed: int) -> None:
+    StorageSimulation(seed).run()
+
+
 def test_a_seed_is_always_the_same_run() -> None:
     runs: list[list[str]] = [[], []]
     for notes in runs:

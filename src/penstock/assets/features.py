@@ -47,6 +47,10 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     payload: bytes
 
 
+# Made at import: msgspec crashes when two threads are the first to decode a type.
+_FILES = msgspec.msgpack.Decoder(_File)
+
+
 class Patches(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Our own payload: the patch rows of one image."""
 
@@ -55,6 +59,10 @@ class Patches(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     columns: int
     data: bytes
     """rows x columns little-endian float32."""
+
+
+# Made at import: msgspec crashes when two threads are the first to decode a type.
+_PATCHES = msgspec.msgpack.Decoder(Patches)
 
 
 class FeatureStore:
@@ -105,7 +113,7 @@ class FeatureStore:
 
 def _open(content: bytes, ref: FeatureRef, kind: str, placeholder_length: int | None) -> bytes:
     try:
-        file = msgspec.msgpack.decode(content, type=_File)
+        file = _FILES.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise CorruptAsset(
             f"features of {ref.hash}: not a feature file; make them again", error_type="corrupt_mm_feature_artifact"
@@ -148,7 +156,7 @@ def pack_patches(patches: NDArray[np.float32], grid: Grid) -> bytes:
 def unpack_patches(payload: bytes) -> tuple[NDArray[np.float32], Grid]:
     """Decode the patch rows of a feature payload, as a read-only view."""
     try:
-        found = msgspec.msgpack.decode(payload, type=Patches)
+        found = _PATCHES.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise CorruptAsset("features: not patch rows", error_type="corrupt_mm_feature_artifact") from None
     if found.rows != math.prod(found.grid) or found.columns < 1 or len(found.data) != 4 * found.rows * found.columns:

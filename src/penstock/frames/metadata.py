@@ -135,13 +135,17 @@ class GroupMetadata(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     @staticmethod
     def from_bytes(data: bytes) -> GroupMetadata:
         try:
-            found = msgspec.msgpack.decode(_inflated(data), type=GroupMetadata)
+            found = _READ.decode(_inflated(data))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CorruptFrame(f"metadata of a group: {error}") from None
         if found.format != FORMAT:
             raise CorruptFrame(f"metadata of a group: format {found.format}; this version reads {FORMAT}")
         _check_sizes(found)
         return found
+
+
+# Made at import: msgspec crashes when two threads are the first to decode a type.
+_READ = msgspec.msgpack.Decoder(GroupMetadata)
 
 
 def _inflated(data: bytes) -> bytes:
@@ -433,9 +437,12 @@ class EvalMetadata(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     @staticmethod
     def from_bytes(data: bytes) -> EvalMetadata:
         try:
-            return msgspec.msgpack.decode(data, type=EvalMetadata)
+            return _READ_EVALUATION.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CorruptFile(f"metadata of an evaluation group: {error}; restore the folder from a copy") from None
+
+
+_READ_EVALUATION = msgspec.msgpack.Decoder(EvalMetadata)
 
 
 def metadata_for_evaluation(group: str, frame: Buffer, limits: Limits) -> tuple[GroupMetadata, EvalMetadata]:

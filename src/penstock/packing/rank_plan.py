@@ -134,7 +134,7 @@ class RankPlan:
         at most `max_bytes` of a column that no sample has.
         """
         try:
-            wire = msgspec.msgpack.decode(data, type=_Wire)
+            wire = _READ.decode(data)
             rank_plan = RankPlan(
                 rank=wire.rank,
                 order=np.frombuffer(wire.order, "<i4").astype(np.int32),
@@ -193,6 +193,10 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Missing in plans of earlier writers."""
     shared: bytes = b""
     """Empty where nothing is shared."""
+
+
+# Made at import: msgspec crashes when two threads are the first to decode a type.
+_READ = msgspec.msgpack.Decoder(_Wire)
 
 
 def _check(rank_plan: RankPlan, version: int) -> None:

@@ -48,8 +48,12 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         )
 
 
+# Made at import: msgspec crashes when two threads are the first to decode a type.
+_READ = msgspec.msgpack.Decoder(Manifest)
+
+
 def read_manifest(data: bytes) -> Manifest:
     try:
-        return msgspec.msgpack.decode(data, type=Manifest)
+        return _READ.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptFile(f"step manifest: {error}; the log was altered, or written by a later version") from None

@@ -128,11 +128,15 @@ class _Names(msgspec.Struct, array_like=True):
     ids: tuple[str, ...]
 
 
+# Made at import: msgspec crashes when two threads are the first to decode a type.
+_READ = msgspec.msgpack.Decoder(_Names)
+
+
 def _groups_of(metadata: Iterable[bytes]) -> dict[str, list[str]]:
     """Map sample ids to the groups that have such a sample."""
     found: dict[str, list[str]] = defaultdict(list)
     for data in metadata:
-        names = msgspec.msgpack.decode(zlib.decompress(data), type=_Names)
+        names = _READ.decode(zlib.decompress(data))
         for sample in names.ids:
             found[sample].append(names.group)
     return found

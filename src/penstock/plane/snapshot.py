@@ -66,7 +66,11 @@ class Saved(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         if xxhash.xxh3_64_digest(data[8:]) != data[:8]:
             return None
         try:
-            saved = msgspec.msgpack.decode(data[8:], type=Saved)
+            saved = _READ.decode(data[8:])
         except msgspec.DecodeError:
             return None
         return saved if saved.format == FORMAT and saved.replay == replay else None
+
+
+# Made at import: msgspec crashes when two threads are the first to decode a type.
+_READ = msgspec.msgpack.Decoder(Saved)

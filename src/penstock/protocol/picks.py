@@ -49,7 +49,7 @@ class StepPicks(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     def from_bytes(data: bytes) -> StepPicks:
         """Decode picks. Raises CorruptFrame."""
         try:
-            found = msgspec.msgpack.decode(data, type=StepPicks)
+            found = _READ.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise CorruptFrame(f"picks of a step: {error}") from None
         for picked in found.groups:
@@ -59,3 +59,7 @@ class StepPicks(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
                     f"{len(picked.digests)} digests; there must be one for each"
                 )
         return found
+
+
+# Made at import: msgspec crashes when two threads are the first to decode a type.
+_READ = msgspec.msgpack.Decoder(StepPicks)

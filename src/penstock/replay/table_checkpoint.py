@@ -75,6 +75,10 @@ class Footer(msgspec.Struct, frozen=True):
     sections: list[Section]
 
 
+# Made at import: msgspec crashes when two threads are the first to decode a type.
+_READ = msgspec.msgpack.Decoder(Footer)
+
+
 # -- taking and writing ----------------------------------------------------------------------------------------
 
 
@@ -230,7 +234,7 @@ def _read_footer(path: str | PathLike[str], data: memoryview) -> Footer:
     raw = data[offset:end]
     if xxhash.xxh3_64_intdigest(raw) != checksum:
         raise CorruptFile(f"{path}: footer checksum differs; use another checkpoint")
-    footer = msgspec.msgpack.decode(raw, type=Footer)
+    footer = _READ.decode(raw)
     if footer.format != FORMAT:
         raise CorruptFile(f"{path}: format {footer.format}, this version reads {FORMAT}; use a matching version")
     return footer

@@ -34,6 +34,10 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self)
 
 
+# Made at import: msgspec crashes when two threads are the first to decode a type.
+_READ = msgspec.json.Decoder(Marker)
+
+
 def read_marker(storage: Writable) -> Marker | None:
     """Read the marker of a storage. Returns None if there is none."""
     return _decoded(storage, storage.marker())
@@ -43,7 +47,7 @@ def _decoded(storage: Writable, data: bytes | None) -> Marker | None:
     if data is None:
         return None
     try:
-        return msgspec.json.decode(data, type=Marker)
+        return _READ.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CorruptFile(
             f"{storage.url}/marker: {error}; restore it from a copy of the storage, or make a new "

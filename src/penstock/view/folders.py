@@ -74,6 +74,10 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     """Passed by the training loop. None for values that were not finite."""
 
 
+# Made at import: msgspec crashes when two threads are the first to decode a type.
+_READ = msgspec.json.Decoder(Done)
+
+
 def exports_of(folder: Path, run: str) -> Path:
     """Return the export folder of a run. `run` is "" if there is only one."""
     if run and not _SAFE_RUN.fullmatch(run):
@@ -138,7 +142,7 @@ def read_done(path: Path, rank: int) -> Done | None:
 
 def _decoded(data: bytes, marker: Path, rank: int) -> Done:
     try:
-        done = msgspec.json.decode(data, type=Done)
+        done = _READ.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptFile(
             f"{marker}: not a rank's marker: {error}; export the step again or remove its folder"

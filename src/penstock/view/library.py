@@ -162,7 +162,7 @@ class Library:
         return self._shown(self.index(export, run, number).line(sample))
 
     def _shown(self, line: bytes) -> dict[str, Any]:
-        shown = msgspec.json.decode(line, type=_Shown)
+        shown = _READ.decode(line)
         return {
             "record": msgspec.Raw(line),
             "texts": {} if self.vocabulary is None else texts(self.vocabulary, shown.token_ids),
@@ -218,6 +218,10 @@ class _Image(msgspec.Struct):
 class _Shown(msgspec.Struct):
     token_ids: list[int]
     images: list[_Image] | None = None
+
+
+# Made at import: msgspec crashes when two threads are the first to decode a type.
+_READ = msgspec.json.Decoder(_Shown)
 
 
 def runs_of(export: Export) -> list[str]:

@@ -27,6 +27,8 @@ _ALIVE_EVERY = 25
 """Looks without changes after which a comment keeps the connection open."""
 Read = dict[str, Places]
 """By export and run: how far its files have been read."""
+# Made at import: msgspec crashes when two threads are the first to decode a type.
+_READ = msgspec.json.Decoder(Read)
 
 
 class Watch:
@@ -94,7 +96,7 @@ def _looked(watch: Watch, at_all: bool) -> list[bytes]:
 def parse_read(text: str) -> Read:
     """Parse a page's position. Malformed text counts as the start."""
     try:
-        return msgspec.json.decode(text, type=Read)
+        return _READ.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
 

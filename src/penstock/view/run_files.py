@@ -96,6 +96,10 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
 
 
+# Made at import: msgspec crashes when two threads are the first to decode a type.
+_READ_STATE = msgspec.json.Decoder(RunState)
+
+
 @contextmanager
 def at_work(folder: Path) -> Iterator[None]:
     """Write that the run in a folder is running, and at the end how it ended."""
@@ -115,7 +119,7 @@ def at_work(folder: Path) -> Iterator[None]:
 def state_of(folder: Path) -> RunState | None:
     """Read the state of the run in a folder, None if unknown."""
     try:
-        found = msgspec.json.decode((folder / STATE).read_bytes(), type=RunState)
+        found = _READ_STATE.decode((folder / STATE).read_bytes())
     except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError, UnicodeDecodeError):
         return None
     if found.state == "running" and found.host == platform.node() and is_gone(pid_space(), found.pid):
