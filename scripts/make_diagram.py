@@ -1,4 +1,4 @@
-"""Draw which stage imports which, from the import graph, into docs/architecture.md.
+"""Draw which stage imports which, from the import graph, into docs/internals/architecture.md.
 
     .venv/bin/python scripts/make_diagram.py            write it
     .venv/bin/python scripts/make_diagram.py --check    exit 1 when the page is out of date
@@ -16,7 +16,7 @@ from pathlib import Path
 import grimp
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "internals" / "architecture.md"
 START, END = "<!-- diagram: made by scripts/make_diagram.py -->", "<!-- end of diagram -->"
 LEFT_OUT = {"version", "errors", "atomic", "config", "extras", "lazy", "__main__"}  # below every stage, or only a name
 

@@ -1,4 +1,4 @@
-"""Write the hex dump of the example into docs/wire-format.md, from the real encoder.
+"""Write the hex dump of the example into docs/internals/wire-format.md, from the real encoder.
 
 .venv/bin/python scripts/make_hex.py            write it
 .venv/bin/python scripts/make_hex.py --check    exit 1 when the page is out of date
@@ -12,7 +12,7 @@ from typing import Any
 
 import penstock as ps
 
-PAGE = Path(__file__).parent.parent / "docs" / "wire-format.md"
+PAGE = Path(__file__).parent.parent / "docs" / "internals" / "wire-example.md"
 START, END = "<!-- hex: made by scripts/make_hex.py -->", "<!-- end of hex -->"
 
 

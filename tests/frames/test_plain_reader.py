@@ -1,4 +1,4 @@
-"""The decoder against a reader that was written from docs/wire-format.md and shares no code with it."""
+"""The decoder against a reader that was written from docs/internals/wire-format.md and shares no code with it."""
 
 from __future__ import annotations
 

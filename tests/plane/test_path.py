@@ -1,4 +1,4 @@
-"""One group's way through a plane, counted: docs/path.md says how often each hop happens, and it is so."""
+"""One group's way through a plane, counted: docs/internals/path.md says how often each hop happens, and it is so."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.client.source import Source, SourceStep
 from penstock.frames import decode, encode
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = (ROOT / "docs" / "path.md").read_text()
+PAGE = (ROOT / "docs" / "internals" / "path.md").read_text()
 RANKS, ROLLOUTS = 2, 4
 _ON_PUT = "penstock.protocol.admission:Admission._on_put"
 _ANSWER = "penstock.protocol.admission:Admission.answer"

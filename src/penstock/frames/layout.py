@@ -6,7 +6,7 @@
     body     values per token, each buffer at a multiple of 8 bytes
 
 Everything a planner needs comes before the body. The first checksum covers prefix, header and head, the second covers
-the body, so the front can be verified without reading the rest. docs/wire-format.md is byte-exact.
+the body, so the front can be verified without reading the rest. docs/internals/wire-format.md is byte-exact.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A reader of frames in plain Python, written from docs/wire-format.md alone: slow, and without any checks.
+"""A reader of frames in plain Python, written from docs/internals/wire-format.md alone: slow, and without any checks.
 
 It shows that the page suffices to write a reader in another language, and tests the real decoder against code that
 shares nothing with it. For each sample it returns what `reference.record` returns for a `Sample`: floats as their bits.
@@ -47,7 +47,7 @@ def integers(data: bytes, dtype: str) -> list[int]:
 
 
 def read(section: Section, block: list[Any], dtype: str, count: int, mask: list[int] | None = None) -> list[int]:
-    """Read the `count` values of a block. Numbers of codings are those of docs/wire-format.md."""
+    """Read the `count` values of a block. Numbers of codings are those of docs/internals/wire-format.md."""
     coding, arg, sizes, parts = (*block, 0, (), ())[:4] if len(block) < 4 else block[:4]
     if coding == 0:
         return integers(section.take(count * SIZES[dtype]), dtype)
