@@ -1,4 +1,4 @@
-"""Draw the phases of a session into docs/delivery.md, from the table that drives them.
+"""Draw the phases of a session into docs/internals/protocol.md, from the table that drives them.
 
 .venv/bin/python scripts/make_state_diagram.py            write it
 .venv/bin/python scripts/make_state_diagram.py --check    exit 1 when the page is out of date
@@ -12,7 +12,7 @@ from pathlib import Path
 from penstock.protocol.session import TRANSITIONS
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "delivery.md"
+PAGE = ROOT / "docs" / "internals" / "protocol.md"
 START, END = "<!-- states: made by scripts/make_state_diagram.py -->", "<!-- end of states -->"
 
 

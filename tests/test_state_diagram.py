@@ -17,7 +17,7 @@ def test_the_diagram_in_the_docs_is_the_one_of_the_tables() -> None:
 
 
 def test_the_diagram_shows_every_phase_and_every_event() -> None:
-    page = (ROOT / "docs" / "delivery.md").read_text()
+    page = (ROOT / "docs" / "internals" / "protocol.md").read_text()
     arrows = re.findall(r"^  (\w+) --> (\w+): (.+)$", page, re.MULTILINE)
     shown = {(before, event, after) for before, after, events in arrows for event in events.split(" / ")}
     assert shown == {(phase.name, event.value, after.name) for (phase, event), after in TRANSITIONS.items()}

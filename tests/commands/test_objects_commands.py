@@ -134,8 +134,8 @@ def test_a_run_that_keeps_everything_is_replayed_and_looked_at(
     folder = tmp_path / "run"
     digests = a_run(folder, where, "a", "b", "c", "d", steps=2, retain="all")
     assert len(digests) == 2
-    assert main(["replay", str(folder), "--diff"]) == 0
-    assert main(["replay", str(folder), "--verify"]) == 0
+    assert main(["rerun", str(folder), "--diff"]) == 0
+    assert main(["rerun", str(folder), "--verify"]) == 0
     assert main(["inspect", str(folder), "--json"]) == 0
     assert main(["quarantine", str(folder)]) == 0
     location = RecordedRun.open(folder).groups[1].location

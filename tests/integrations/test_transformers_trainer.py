@@ -244,5 +244,5 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(plane: ps.P
     assert last_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-2")
     state = tmp_path / "out" / "checkpoint-2" / "trainer_state.json"
     state.write_text(state.read_text().replace("CommitSteps", "Other"))
-    with pytest.raises(ConfigError, match="says no step of a plane"):
+    with pytest.raises(ConfigError, match="records no step of a plane"):
         trainer_of(tmp_path / "out", plane).train(resume_from_checkpoint=last_checkpoint(tmp_path / "out"))

@@ -164,7 +164,7 @@ def test_a_worker_whose_callback_was_forgotten_says_so(model: Path, tmp_path: Pa
 
 def test_a_checkpoint_without_a_position_is_refused() -> None:
     position = PlaneRolloutWorker("ipc://nobody").position
-    with pytest.raises(ConfigError, match="checkpoint of step 7: says no position"):
+    with pytest.raises(ConfigError, match="checkpoint of step 7: has no position"):
         position.on_train_begin(SimpleNamespace(), SimpleNamespace(stateful_callbacks={}, global_step=7))
 
 

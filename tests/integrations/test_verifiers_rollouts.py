@@ -246,7 +246,7 @@ def test_what_ends_rollouts_in_a_thread_is_raised_at_the_end_of_the_block(endpoi
 
 
 def test_an_endpoint_that_goes_away_ends_it_after_some_groups_and_loses_none(model: Path, plane: Plane) -> None:
-    with pytest.raises(PeerError, match="groups in a row have no rollout that worked"), ExitStack() as stack:
+    with pytest.raises(PeerError, match="groups in a row have only failed rollouts"), ExitStack() as stack:
         with Endpoint(Engine(model)) as gone:
             tally = stack.enter_context(rollouts(gone, groups=None, max_failures=2).running(plane))
             wait_until(lambda: tally.groups >= 1)
@@ -257,7 +257,7 @@ def test_an_endpoint_that_goes_away_ends_it_after_some_groups_and_loses_none(mod
 def test_rollouts_that_keep_failing_end_it_with_their_reason(endpoint: Endpoint, plane: Plane) -> None:
     tally = Tally()
     job = rollouts(endpoint, groups=None, settings={"taskset": {"broken": True}})
-    with pytest.raises(PeerError, match=r"3 groups in a row have no rollout that worked.*grader is down"):
+    with pytest.raises(PeerError, match=r"3 groups in a row have only failed rollouts.*grader is down"):
         job.run(plane, tally)
     assert tally.groups == 0 and tally.failed >= 12
     assert plane.ledger.discarded["rollout failed"] >= 12 and plane.ledger.accepted == 0

@@ -36,7 +36,7 @@ def test_runs_of_a_database_and_a_bucket_are_listed_and_deleted(
     assert listed(database, capsys).keys() == listed(bucket, capsys).keys() == {"one", "two"}
     assert not any(run["is_open"] for run in listed(database, capsys).values())
     assert main(["runs", "delete", f"{database}#one"]) == 1
-    assert "give --yes" in capsys.readouterr().err
+    assert "pass --yes" in capsys.readouterr().err
     assert main(["runs", "delete", f"{database}#one", "--yes"]) == 0
     assert listed(database, capsys).keys() == listed(bucket, capsys).keys() == {"two"}
     assert main(["runs", "delete", f"{database}#one", "--yes"]) == 1

@@ -92,8 +92,8 @@ def test_every_rank_raises_the_words_of_the_one_that_failed(tmp_path: Path) -> N
     assert first[4][:2] == second[4][:2] == ["StepAborted", "step 7: rank 1: MissingAsset: no image"]
     assert first[5][1].startswith("step 7: rank 1: KeyboardInterrupt") and second[5][0] == "KeyboardInterrupt"
     assert first[6] is True and second[6] is True, "after an error the group can be used further"
-    assert first[7][0] == "StepAborted" and "did not say in 0.5 s" in first[7][1]
-    assert first[8][0] == "StepAborted" and "of [0, 1] is dead" in first[8][1]
+    assert first[7][0] == "StepAborted" and "did not report within 0.5 s" in first[7][1]
+    assert first[8][0] == "StepAborted" and "a rank of [0, 1] died" in first[8][1]
 
 
 def two_ranks(folder: Path, url: str, *, tokens: int) -> Plane:
