@@ -13,7 +13,7 @@ from scripts.run_doc_blocks import ROOT, blocks
 REASON = "`make test-ray` runs it"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/ray.md"])
+@pytest.mark.parametrize("page", ["docs/ray.md"])
 def test_blocks_that_need_a_cluster_run_on_one(page: str, cluster: LocalCluster, tmp_path: Path) -> None:
     found = [block for block in blocks((ROOT / page).read_text()) if REASON in block.reason]
     assert found
