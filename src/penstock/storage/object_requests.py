@@ -30,6 +30,7 @@ SCHEMES = {"s3": "s3", "gs": "gs", "az": "az", "azure": "az"}
 """Scheme as written -> as we call it."""
 PATIENCE_S = 10.0
 """How long a request is repeated if the caller gave no deadline."""
+_JITTER = random.Random()  # noqa: S311 - pauses, not secrets; a program's own `random` stays as it seeded it
 _CONNECT_S = 5.0
 _ATTEMPT_S = 10.0
 _SLOW_LINK = 2_000_000
@@ -266,7 +267,7 @@ async def persist(
             raise
         except Exception as error:  # noqa: BLE001 - whatever the client raises becomes ours
             found = failure_of(error, where)
-        wait = pause * random.uniform(0.5, 1.0)  # noqa: S311 - so that many clients do not come back at once
+        wait = pause * _JITTER.uniform(0.5, 1.0)  # so that many clients do not come back at once
         if not isinstance(found, Away) or time.monotonic() + wait >= end:
             raise found from None
         await asyncio.sleep(wait)

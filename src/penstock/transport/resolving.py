@@ -25,6 +25,7 @@ from penstock.transport.sockets import SocketClient
 logger = logging.getLogger("penstock.connection")
 SILENCE_S = 2.0
 """Seconds of silence before the first look-up. Later look-ups follow after half of that: a new plane is found soon."""
+_JITTER = random.Random()  # noqa: S311 - pauses, not secrets; a program's own `random` stays as it seeded it
 _SOON = 30
 """Look-ups, after which the interval doubles: a database that serves many clients may be what is away."""
 _SPREAD = (0.75, 1.25)
@@ -92,7 +93,7 @@ class Resolver:
     def _drawn(self) -> float:
         """How long to wait before the next question."""
         soon = 0.5 if 0 < self._unheard <= _SOON else 1.0
-        return self._silence_s * soon * random.uniform(*_SPREAD)  # noqa: S311 - a pause, not a secret
+        return self._silence_s * soon * _JITTER.uniform(*_SPREAD)
 
     def ask(self) -> None:
         """Start a look-up, unless one is running."""
