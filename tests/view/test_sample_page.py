@@ -160,7 +160,7 @@ def test_keys_move_between_tokens_samples_steps_and_pages(opened: Any, demo: Pat
     opened.keyboard.press("Escape")
     opened.keyboard.press("/")
     opened.keyboard.type("opd")
-    assert opened.input_value("#search") == "opd"
+    wait_until(opened, "document.querySelector('#search').value === 'opd'")
 
 
 @pytest.mark.parametrize("rule", ["dppo", "icepop", "ppo"])
