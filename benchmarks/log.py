@@ -194,7 +194,7 @@ def restart(folder: Path, settings: PlaneSettings) -> dict[str, float]:
     begin = time.perf_counter()
     log = open_log(folder, settings)
     engine = Engine(settings, log, storage_of(settings, folder))
-    found = {"seconds": time.perf_counter() - begin, "held": len(engine.run_tables)}
+    found = {"seconds": time.perf_counter() - begin, "held": len(engine.tenant_tables)}
     log.close()
     return found
 

@@ -241,7 +241,7 @@ def _run_rows() -> list[Row]:
     metadata = replace(traits_of(lengths), run=tuple(f"run{i % 16}" for i in range(len(lengths))))
     packings = [
         Packing(ranks=64, seq_len=32_768, pad_to_multiple_of=MULTIPLE, rows_by="modality"),
-        Packing(ranks=64, seq_len=32_768, pad_to_multiple_of=MULTIPLE, rows_by="run"),
+        Packing(ranks=64, seq_len=32_768, pad_to_multiple_of=MULTIPLE, rows_by="tenant"),
     ]
     mixed, apart = (plan(metadata, packing).accounting.step_cost for packing in packings)
     even = float(COST.of_samples(lengths).sum()) / 64

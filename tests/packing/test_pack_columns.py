@@ -67,7 +67,7 @@ def test_dummies_carry_every_column_of_the_step_wherever_its_samples_are() -> No
             assert len(received.needs) == 0 and not batch["routed_experts"].any()
 
 
-@pytest.mark.parametrize("rows_by", ["modality", "run"])
+@pytest.mark.parametrize("rows_by", ["modality", "tenant"])
 def test_dummies_carry_the_run_of_their_row_through_bytes_as_well(rows_by: Any) -> None:
     samples = [sample(8, "a", run="one"), picture(8, image(1), name="b", run="two"), sample(8, "c", run="two")]
     step = pack(samples, ranks=3, seq_len=8, rows_by=rows_by)

@@ -72,8 +72,8 @@ def test_sixty_four_runs_of_one_sample_share_rows() -> None:
     step = pack(samples, ranks=16, seq_len=16)
     assert step.num_micro_batches == 4 and step.accounting.total.dummy_micro_batches == 0
     assert all(b.sample_count == 1 for b in batches_of(step))
-    assert len(step.totals.runs) == 64
-    apart = pack(samples, ranks=16, seq_len=16, rows_by="run")
+    assert len(step.totals.tenants) == 64
+    apart = pack(samples, ranks=16, seq_len=16, rows_by="tenant")
     assert apart.num_micro_batches == 64
 
 

@@ -71,7 +71,7 @@ def test_runs_modalities_and_routing_never_mix_and_rows_have_one_modality(
     for row in zip(*filled, strict=True):
         assert len({batch.modality for batch in row}) == 1
         assert any(not batch.is_dummy for batch in row)
-        if packing.rows_by == "run":
+        if packing.rows_by == "tenant":
             assert len({batch.run for batch in row if not batch.is_dummy}) == 1
         for batch in row:
             assert {of[i].run for i in batch.segments.ids} <= {batch.run}
@@ -132,7 +132,7 @@ def test_accounts_add_up_and_equal_what_is_counted_token_by_token(samples: list[
     assert accounts.total.tokens == sum(cuts.values())
     trained = {s.id: int(np.count_nonzero(s.loss_mask[: cuts[s.id]])) for s in samples if s.id in cuts}
     assert step.loss_tokens == accounts.total.loss_tokens == sum(trained.values())
-    for totals in (step.totals.modes, step.totals.runs):
+    for totals in (step.totals.modes, step.totals.tenants):
         assert sum(d.loss_tokens for d in totals.values()) == step.loss_tokens
         assert sum(d.samples for d in totals.values()) == step.denominators.samples == len(cuts)
 

@@ -73,7 +73,7 @@ def test_a_dummy_of_gigabytes_of_experts_is_refused_before_anything_is_allocated
         read(
             **changes,
             dummy=np.array([True]),
-            dummy_runs=("",),
+            dummy_tenants=("",),
             padded=np.array([1 << 20], np.int32),
             columns=(*GOOD.columns, "routed_experts"),
             shapes={"routed_experts": ("|u1", (1000, 10))},

@@ -98,7 +98,7 @@ def test_frames_are_freeing_when_their_step_is_no_longer_retained(open_engine: O
     _history(engine, 1, 7)
     engine.close()
     used = {op for step in engine.state.steps.values() for op in step.groups}
-    keys = engine.run_tables
+    keys = engine.tenant_tables
     held = {engine.state.by_id[str(key)] for key in keys}
     assert engine.log.with_frames() == used | held
 

@@ -72,7 +72,7 @@ def test_evaluation_groups_need_no_room_in_a_table(open_engine: OpenEngine) -> N
     assert refused is not None and isinstance(refused.error, Overloaded)
     assert evaluate(engine, *(f"e{i}" for i in range(5))) == [""] * 5
     assert engine.held_bytes == 2 * SIZE
-    assert len(engine.run_tables) == 2
+    assert len(engine.tenant_tables) == 2
 
 
 def test_what_only_training_asks_for_is_not_asked_of_them(open_engine: OpenEngine) -> None:

@@ -62,9 +62,9 @@ def test_names_of_ten_megabytes_are_rejected_before_they_are_sent() -> None:
         Discard(ticket=1, reason=LONG, samples=1),
         Discard(ticket=1, reason="x", samples=1, key=LONG),
         SettleGroup(ticket=1, group=LONG, drop=True),
-        SetWeight(ticket=1, run=LONG, weight=1.0),
-        SetWeight(ticket=1, run=LONG, weight=0.0),
-        SetWeight(ticket=1, run="a/../b", weight=1.0),
+        SetWeight(ticket=1, tenant=LONG, weight=1.0),
+        SetWeight(ticket=1, tenant=LONG, weight=0.0),
+        SetWeight(ticket=1, tenant="a/../b", weight=1.0),
     ],
     ids=["reason", "key", "group", "share", "evict", "path"],
 )

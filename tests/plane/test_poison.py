@@ -90,7 +90,7 @@ def test_staleness_of_any_number_of_groups_is_counted(open_engine: OpenEngine, t
         engine.flush()
         assert isinstance(engine.plan_step(step), Staged)
         engine.commit(step, HUGE)
-    found = engine.run_tables.metrics()
+    found = engine.tenant_tables.metrics()
     assert HUGE / 3 < found["train/staleness_mean"] <= HUGE  # its sum ends at 2**63
     assert engine.counts["snapshots_skipped"] == 0
 
@@ -249,11 +249,11 @@ HONEST: dict[type[Any], Any] = {
         SignUrls(ticket=1, method="PUT", names=("segments/3f9c21d07b6a4e58/000000",)),
         Put(ticket=1, group="extreme"),
         Trace(ticket=1, group="a", digest=b""),
-        AskRoom(ticket=1, run="", size=100),
+        AskRoom(ticket=1, tenant="", size=100),
         GiveUp(ticket=1),
         Discard(ticket=1, reason="x", samples=1),
         SettleGroup(ticket=1, group="a", drop=False),
-        SetWeight(ticket=1, run="", weight=1.0),
+        SetWeight(ticket=1, tenant="", weight=1.0),
         Ask(ticket=1),
     )
 }
@@ -290,9 +290,9 @@ def trains_on(folder: Path, life: str, messages: list[tuple[Any, tuple[bytes, ..
     for message, frames in messages:
         line.say(message, *frames, peer=9)
         line.say(message, *frames, peer=1)
-    for run in list(engine.run_tables.members):  # what was shared is taken back, or its groups never come
-        line.say(SetWeight(ticket=1, run=run, weight=0.0), peer=9)
-    line.say(SetWeight(ticket=1, run="honest", weight=1.0), peer=9)
+    for run in list(engine.tenant_tables.members):  # what was shared is taken back, or its groups never come
+        line.say(SetWeight(ticket=1, tenant=run, weight=0.0), peer=9)
+    line.say(SetWeight(ticket=1, tenant="honest", weight=1.0), peer=9)
     for name in (f"{life}-{i}" for i in range(2)):
         line.say(Put(ticket=1, group=name), encode(named_group(name, run="honest")), peer=9)
     for peer in (9, 1):  # who has the place, or waits for it, leaves: it would be asked whether it lives

@@ -33,7 +33,7 @@ def fill(engine: DirectEngine, names: str) -> None:
 
 def weights(engine: DirectEngine) -> dict[str, float]:
     """The priority of each group, as its table has it."""
-    store = engine.run_tables.tables[""]._store
+    store = engine.tenant_tables.tables[""]._store
     tree = store.sampling._tree.weights  # type: ignore[attr-defined]
     return {str(key): float(tree[slot]) for key, slot in store.slots.slot_of.items()}
 

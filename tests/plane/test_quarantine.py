@@ -133,7 +133,7 @@ def test_a_bad_run_does_not_cost_the_good_ones_their_place(open_engine: OpenEngi
     for i in range(4):
         put(engine, bare(f"a{i}", "a"), named_group(f"b{i}", run="b"), named_group(f"c{i}", run="c"))
     assert isinstance(engine.plan_step(1), Staged)
-    assert set(engine.run_tables.evicted) == {"a"}
+    assert set(engine.tenant_tables.evicted) == {"a"}
     assert {group["run"] for group in engine.quarantine()} == {"a"}
 
 
@@ -197,7 +197,7 @@ def test_the_largest_policy_version_can_be_trained_and_committed(open_engine: Op
     engine.log.close()
     again = open_engine(tmp_path)
     assert again.policy_version == 2**53
-    assert again.run_tables.metrics()
+    assert again.tenant_tables.metrics()
 
 
 class Failing(StepBuilder):

@@ -32,10 +32,10 @@ def test_shares_set_at_run_time_survive_a_restart_with_the_same_settings(
     engine.share("beta", 0.1)
     engine.log.close()
     again = open_engine(tmp_path, shares=shares)
-    assert again.run_tables.part("alpha") == pytest.approx(0.9)
+    assert again.tenant_tables.part("alpha") == pytest.approx(0.9)
     again.log.close()
     changed = open_engine(tmp_path, shares={"alpha": 3.0, "beta": 1.0})
-    assert changed.run_tables.part("alpha") == 0.75
+    assert changed.tenant_tables.part("alpha") == 0.75
 
 
 @pytest.mark.parametrize("weight", [1e308, 1e-320, 0.0, -1.0, float("nan"), float("inf")])

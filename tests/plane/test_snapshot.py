@@ -88,10 +88,10 @@ def test_memory_that_is_of_no_use_is_left_aside(open_engine: OpenEngine, tmp_pat
     if damage == "altered":
         data = found[1][:100] + bytes([found[1][100] ^ 1]) + found[1][101:]
     elif damage == "another table":
-        run_tables = msgspec.structs.replace(
-            saved.run_tables, tables={"": b"PSTABLE0" + saved.run_tables.tables[""][8:]}
+        tenant_tables = msgspec.structs.replace(
+            saved.tenant_tables, tables={"": b"PSTABLE0" + saved.tenant_tables.tables[""][8:]}
         )
-        data = msgspec.structs.replace(saved, run_tables=run_tables).to_bytes()
+        data = msgspec.structs.replace(saved, tenant_tables=tenant_tables).to_bytes()
     elif damage == "another format":
         data = msgspec.structs.replace(saved, format=99).to_bytes()
     else:

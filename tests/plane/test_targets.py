@@ -87,7 +87,7 @@ def test_runs_share_a_step_of_tokens_by_weight_with_any_sampler(open_engine: Ope
         fill(engine, 90, run=run)
     steps = [train(engine) for _ in range(2)]
     assert all(400 <= sum(tokens for _, _, tokens in groups) < 440 for groups in steps)
-    taken = engine.run_tables.taken
+    taken = engine.tenant_tables.taken
     assert taken["a"] == pytest.approx(3 * taken["b"], abs=160)
 
 
@@ -96,8 +96,8 @@ def test_what_a_limiter_holds_back_is_left_as_it_was(open_engine: OpenEngine) ->
     replay = Replay(sampler=Fifo(), limiter=limiter, remover=Fifo(), max_times_sampled=None)
     engine = open_engine(ranks=1, target=Target(tokens=100), replay=replay)
     fill(engine, 8)
-    before = engine.run_tables.save()
+    before = engine.tenant_tables.save()
     for _ in range(2):
         waits = engine.plan_step(1)
         assert isinstance(waits, str) and "generation" in waits
-        assert engine.run_tables.save() == before
+        assert engine.tenant_tables.save() == before

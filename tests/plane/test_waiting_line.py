@@ -99,7 +99,7 @@ def test_a_client_that_asks_five_thousand_times_and_leaves_stops_nobody(tmp_path
         attached = read_from_plane(got[0])
         assert isinstance(attached, Attached)
         for number in range(5000):
-            greedy.send(pack_message(AskRoom(ticket=number, run="", size=100), attached.run_id))
+            greedy.send(pack_message(AskRoom(ticket=number, tenant="", size=100), attached.run_id))
             if number % 100 == 99:
                 assert greedy.receive(60.0) is not None  # the queue between us holds 256
         wait_until(lambda: waiting(plane) == MOST_OF_ONE)

@@ -50,7 +50,7 @@ def is_refused(folder: Path) -> bool:
 def train(engine: DirectEngine) -> list[str]:
     """Train everything that is held; the groups, in order."""
     trained: list[str] = []
-    while len(engine.run_tables):
+    while len(engine.tenant_tables):
         trained += train_one(engine)
     return trained
 

@@ -233,8 +233,8 @@ def _to_plane() -> list[Any]:
         _from_client(Put(ticket=1, group="a", digest=digest), a),
         _from_client(Put(ticket=2, group="b"), b),
         _from_client(Attach(ticket=0, run=RUN)),
-        _from_client(AskRoom(ticket=7, run="", size=1 << 40)),
-        _from_client(AskRoom(ticket=8, run="", size=100, waits=False)),
+        _from_client(AskRoom(ticket=7, tenant="", size=1 << 40)),
+        _from_client(AskRoom(ticket=8, tenant="", size=100, waits=False)),
         _from_client(GiveUp(ticket=7)),
         _from_client(Trace(ticket=3, group="a", digest=digest), b""),
         _from_client(Trace(ticket=4, group="a", digest=digest)),
@@ -252,13 +252,13 @@ def _to_plane() -> list[Any]:
 def _several_runs() -> list[Any]:
     frames = [encode(named_group(name, run=name)) for name in "ab"]
     return [
-        _from_client(SetWeight(ticket=1, run="a", weight=1.0)),
-        _from_client(SetWeight(ticket=2, run="b", weight=2.0)),
+        _from_client(SetWeight(ticket=1, tenant="a", weight=1.0)),
+        _from_client(SetWeight(ticket=2, tenant="b", weight=2.0)),
         _from_client(Put(ticket=3, group="a"), frames[0]),
         _from_client(Put(ticket=4, group="b"), frames[1]),
         _from_client(hello()),
         _from_client(Request(session=0, step=1)),
-        _from_client(SetWeight(ticket=5, run="b", weight=0.0, reason="enough")),
+        _from_client(SetWeight(ticket=5, tenant="b", weight=0.0, reason="enough")),
         _from_client(Ask(ticket=6)),
     ]
 

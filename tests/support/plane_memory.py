@@ -18,7 +18,7 @@ def memory_of(engine: DirectEngine) -> dict[str, Any]:
     it), and that a table is there although nothing was ever put into it.
     """
     saved: dict[str, Any] = msgspec.structs.asdict(engine.state.save())
-    tables = msgspec.structs.asdict(saved.pop("run_tables"))
+    tables = msgspec.structs.asdict(saved.pop("tenant_tables"))
     ledger = dict(saved.pop("ledger"))
     ledger["scheduled"] += ledger.pop("delivered")
     states = {
@@ -27,20 +27,20 @@ def memory_of(engine: DirectEngine) -> dict[str, Any]:
     }
     return {
         **saved,
-        **{f"run_tables.{name}": value for name, value in tables.items()},
+        **{f"tenant_tables.{name}": value for name, value in tables.items()},
         "ledger": ledger,
         "rows": sorted(saved["rows"]),
         "steps": {step: (states[step], sorted(ends)) for step, (_, ends) in saved["steps"].items()},
         "digests": {step: manifest.digests for step, manifest in engine.state.steps.items()},
         "bytes_of": _counted(saved["bytes_of"]),
-        "run_tables.taken": _counted(tables["taken"]),
-        "run_tables.tables": {
+        "tenant_tables.taken": _counted(tables["taken"]),
+        "tenant_tables.tables": {
             name: found for name, data in tables["tables"].items() if (found := _table(engine, name, data))
         },
-        "keys": list(map(str, engine.run_tables)),
+        "keys": list(map(str, engine.tenant_tables)),
         "evaluations": engine.state.evaluations.metrics(),
         "evaluations kept": engine.state.evaluations.kept,
-        "runs": engine.runs(),
+        "runs": engine.tenants(),
     }
 
 
@@ -50,7 +50,7 @@ def _counted(counts: dict[str, int]) -> dict[str, int]:
 
 def _table(engine: DirectEngine, name: str, data: bytes) -> Any:
     """A table's content, its draws to come included, and its numbers, which say more when they differ."""
-    metrics = engine.run_tables.tables[name].metrics()
+    metrics = engine.tenant_tables.tables[name].metrics()
     used = metrics["gen/items"] or metrics["gen/refused_stale"]
     return (xxhash.xxh3_64_hexdigest(data), _without_waits(metrics)) if used else None
 

@@ -277,12 +277,13 @@ class Simulation:
         evaluated = [row.id for row in self.log.groups_in(State.EVALUATION) if row.location]
         kept = [state.evaluations.kept for state in (engine.state, twin)]
         check(kept[0] == kept[1] == evaluated, f"evaluation groups: {kept}, {evaluated}")
-        same = [list(run_tables) for run_tables in (engine.run_tables, twin.run_tables)]
+        same = [list(tenant_tables) for tenant_tables in (engine.tenant_tables, twin.tenant_tables)]
         check(same[0] == same[1], "the tables differ from those made again from the log")
         check(
-            engine.run_tables.shares.owed == twin.run_tables.shares.owed, "what runs are owed differs after a restart"
+            engine.tenant_tables.shares.owed == twin.tenant_tables.shares.owed,
+            "what runs are owed differs after a restart",
         )
-        for table_name, table in twin.run_tables.tables.items():
+        for table_name, table in twin.tenant_tables.tables.items():
             if len(table):
                 check(
                     twin.draw(1 << 40, 1 << 40, {table_name: 1})

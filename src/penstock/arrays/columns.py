@@ -249,7 +249,7 @@ TABLE: tuple[Column, ...] = (
     _sample("group", "str", "", "the group's own id, unique: the unit of replay"),
     _sample("prompt", "str", "", "the prompt's name; comes back as often as the prompt is sampled"),
     _sample("env", "str", "", "the environment that scored it"),
-    _sample("run", "str", "", "the run or adapter it belongs to"),
+    _sample("run", "str", "", "the tenant (an experiment or adapter) it belongs to"),
     _sample("mode", "str", "rl", "rl, opd or sft"),
     _sample("rollout", "str", "", "what is known of its rollout, as JSON: metrics, info, how it ended, seconds, roles"),
     _sample(

@@ -340,19 +340,21 @@ class Plane:
 
     # -------------------------------------------------------------- tenants
 
-    def share(self, run: str, weight: float = 1.0) -> None:
+    def share(self, tenant: str, weight: float = 1.0) -> None:
         """Give a tenant a share of the trainer, change it, or readmit an evicted tenant.
 
         From the first share on, groups are queued by tenant (the `run` of their samples), each step takes tokens from
         the tenants in proportion to their weights, and groups of a tenant without a share are rejected.
         """
         if not weight > 0:
-            raise InvalidInput(f"share of run {run!r}: {weight}; must be a positive number; use evict to take it away")
-        self._decide(lambda ticket: SetWeight(ticket=ticket, run=run, weight=weight))
+            raise InvalidInput(
+                f"share of tenant {tenant!r}: {weight}; must be a positive number; use evict to take it away"
+            )
+        self._decide(lambda ticket: SetWeight(ticket=ticket, tenant=tenant, weight=weight))
 
-    def evict(self, run: str, reason: str) -> None:
+    def evict(self, tenant: str, reason: str) -> None:
         """Remove a tenant's share. Its waiting groups are dropped and counted, its puts raise `Evicted`."""
-        self._decide(lambda ticket: SetWeight(ticket=ticket, run=run, weight=0.0, reason=reason))
+        self._decide(lambda ticket: SetWeight(ticket=ticket, tenant=tenant, weight=0.0, reason=reason))
 
     def _decide(self, make: Callable[[int], Discard | SettleGroup | SetWeight]) -> None:
         check_decision(make(0))

@@ -36,8 +36,8 @@ class PlaneKeywords(TypedDict, total=False):
     """Which modalities may share a micro-batch."""
     packed_images: PackedImages
     """What the trainer declares; without it a sample with images is alone in its micro-batch."""
-    rows_by: Literal["modality", "run"]
-    """What all ranks share at a micro-batch index: the modality, or the run as well."""
+    rows_by: Literal["modality", "tenant"]
+    """What all ranks share at a micro-batch index: the modality, or the tenant as well."""
     pad_id: int
     """Token id of padding."""
     long_rows: bool
@@ -105,10 +105,10 @@ class PlaneKeywords(TypedDict, total=False):
     """Decisions (groups, steps, reports) between snapshots of the plane's memory; a restart applies only the
     decisions after the last one."""
     evict_after: int | None
-    """Groups of one run that no step could take, after which the run is evicted; none: never."""
+    """Groups of one tenant that no step could take, after which the tenant is evicted; none: never."""
     shares: Mapping[str, float]
-    """Runs that share the trainer, as named in their samples' `run`, each with its weight; groups of other runs are
-    rejected; empty: runs are not kept apart."""
+    """Tenants that share the trainer, as named in their samples' `run`, each with its weight; groups of other tenants
+    are rejected; empty: one table for all groups."""
     capacity: int
     """Items held at most; in a plane an item is a group."""
     sampler: Selector

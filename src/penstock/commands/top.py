@@ -135,8 +135,8 @@ def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
         lines.append(f"too long   {over_length_line(ledger['over_length'])}")
     if now.get("retain") == "all":
         lines.append("retain     all: this run frees nothing")
-    if now.get("runs"):
-        lines += [f"{'runs' if i == 0 else '':11}{line}" for i, line in enumerate(tenants.table(now["runs"]))]
+    if now.get("tenants"):
+        lines += [f"{'tenants' if i == 0 else '':11}{line}" for i, line in enumerate(tenants.table(now["tenants"]))]
     if now["source"] == "plane":
         refused = {name: n for name, n in now["counts"].items() if name not in ("groups", "samples", "tokens")}
         lines.append(f"events     {reasons_line(refused)}")

@@ -37,7 +37,7 @@ _GLANCE = Timeouts(plane_s=3.0)
 """A short deadline: a plane that does not answer is asked again, and dead processes must not wait for it."""
 _LOADING = "starting: torch and the model are loaded once, for all processes; this takes seconds"
 _SHOWN_ROWS = 100
-"""Steps of which more than the reward is kept, for the screen."""
+"""Number of recent steps whose full metrics are kept, for the screen."""
 
 
 @dataclass

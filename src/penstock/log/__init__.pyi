@@ -4,7 +4,7 @@ from penstock.log.decision_log import Log as Log
 from penstock.log.decision_records import Advance as Advance
 from penstock.log.decision_records import Discard as Discard
 from penstock.log.decision_records import DropGroup as DropGroup
-from penstock.log.decision_records import EvictRun as EvictRun
+from penstock.log.decision_records import EvictTenant as EvictTenant
 from penstock.log.decision_records import ForgetReports as ForgetReports
 from penstock.log.decision_records import GivePriorities as GivePriorities
 from penstock.log.decision_records import Lose as Lose

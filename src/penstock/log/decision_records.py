@@ -51,14 +51,14 @@ class Discard(_Record, frozen=True, tag="discard"):
 class Weigh(_Record, frozen=True, tag="weigh"):
     """A tenant's share of the trainer is set."""
 
-    run: str
+    tenant: str
     weight: float
 
 
-class EvictRun(_Record, frozen=True, tag="evict"):
+class EvictTenant(_Record, frozen=True, tag="evict"):
     """A tenant's waiting groups are dropped, and its puts are rejected from now on."""
 
-    run: str
+    tenant: str
     reason: str
 
 
@@ -117,7 +117,7 @@ Record: TypeAlias = (
     | Quarantine
     | Discard
     | Weigh
-    | EvictRun
+    | EvictTenant
     | ReleaseGroup
     | DropGroup
     | Lose

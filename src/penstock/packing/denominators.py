@@ -42,8 +42,8 @@ class Totals:
     """Of everything packed."""
     modes: dict[str, Denominators]
     """Of each training mode (rl, opd, sft) present."""
-    runs: dict[str, Denominators]
-    """Of each run or adapter present."""
+    tenants: dict[str, Denominators]
+    """Of each tenant present, by the samples' `run`."""
 
 
 def count_totals(metadata: SampleMetadata, packed: NDArray[np.intp]) -> Totals:
@@ -57,7 +57,7 @@ def count_totals(metadata: SampleMetadata, packed: NDArray[np.intp]) -> Totals:
             return {names[0]: step}
         return {name: _count(metadata, packed[[value == name for value in own]]) for name in names}
 
-    return Totals(step=step, modes=split(metadata.mode), runs=split(metadata.run))
+    return Totals(step=step, modes=split(metadata.mode), tenants=split(metadata.run))
 
 
 def _count(metadata: SampleMetadata, rows: NDArray[np.intp]) -> Denominators:

@@ -238,7 +238,7 @@ def _micro_batches(layout: _Layout, columns: dict[str, Array]) -> list[MicroBatc
     offsets = offsets_of(lengths)[:-1] - starts
     short, zeros = lengths.astype(np.int32), np.zeros(len(lengths), np.int64)
     versions = np.append(samples.policy_versions, NO_VERSION)[layout.rows]
-    dummy_runs, is_forest = iter(rank_plan.dummy_runs), rank_plan.is_forest.tolist()
+    dummy_tenants, is_forest = iter(rank_plan.dummy_tenants), rank_plan.is_forest.tolist()
     out = []
     for m, (a, b) in enumerate(pairwise(layout.segments)):
         is_dummy = bool(rank_plan.dummy[m])
@@ -264,7 +264,7 @@ def _micro_batches(layout: _Layout, columns: dict[str, Array]) -> list[MicroBatc
                 ),
                 images=_images(samples, layout.rows[a : a + held], lengths[a:b], offsets[a:b]),
                 modality=MODALITIES[rank_plan.modality[m]],
-                run=next(dummy_runs) if is_dummy else text["run"][a],
+                run=next(dummy_tenants) if is_dummy else text["run"][a],
                 is_dummy=is_dummy,
                 forest=_forest(layout, m, parts) if is_forest[m] else None,
             )

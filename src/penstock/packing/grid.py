@@ -33,8 +33,8 @@ class Placed:
     cost: float
     dummy: bool
     modality: int
-    run: str = ""
-    """Of its samples; a dummy has the run of its row."""
+    tenant: str = ""
+    """Of its samples; a dummy has the tenant of its row."""
     shared: tuple[int, ...] = ()
     """For each sample the tokens it shares with the one before it; empty where nothing is shared."""
 
@@ -63,7 +63,7 @@ def planned(
     modality = np.maximum.reduceat(metadata.modality[ids], starts)
     columns = (tokens.tolist(), padded.tolist(), costs.tolist(), modality.tolist())
     return [
-        Placed(samples=sorted(b), tokens=t, padded=p, cost=c, dummy=False, modality=m, run=metadata.run[b[0]])
+        Placed(samples=sorted(b), tokens=t, padded=p, cost=c, dummy=False, modality=m, tenant=metadata.run[b[0]])
         for b, t, p, c, m in zip(bins, *columns, strict=True)
     ]
 
@@ -119,7 +119,7 @@ def place(row: Sequence[Placed], dummy: Placed, loads: list[float]) -> list[Plac
     Loads 9 4 6 and a row of costs 5 3: rank 1 gets 5, rank 2 gets 3, rank 0 gets the dummy.
     """
     by_load = sorted(range(len(loads)), key=lambda rank: (loads[rank], rank))
-    out = [replace(dummy, run=row[0].run)] * len(loads)
+    out = [replace(dummy, tenant=row[0].tenant)] * len(loads)
     for rank, micro_batch in zip(by_load, sorted(row, key=lambda p: -p.cost), strict=False):
         out[rank] = micro_batch
     for rank, micro_batch in enumerate(out):

@@ -120,7 +120,7 @@ class MicroBatch:
     modality: str
     """text or image: the same on every rank at this index, unless modalities were declared to mix."""
     run: str
-    """The run or adapter; one per micro-batch."""
+    """The tenant of its samples; one per micro-batch."""
     is_dummy: bool
     """True when it only keeps the ranks in step: no sample, no loss."""
     forest: Forest | None = None

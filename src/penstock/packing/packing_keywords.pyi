@@ -31,8 +31,8 @@ class PackingKeywords(TypedDict, total=False):
     """Which modalities may share a micro-batch."""
     packed_images: PackedImages
     """What the trainer declares; without it a sample with images is alone in its micro-batch."""
-    rows_by: Literal["modality", "run"]
-    """What all ranks share at a micro-batch index: the modality, or the run as well."""
+    rows_by: Literal["modality", "tenant"]
+    """What all ranks share at a micro-batch index: the modality, or the tenant as well."""
     pad_id: int
     """Token id of padding."""
     long_rows: bool

@@ -1,6 +1,6 @@
 """Decide which sample goes into which micro-batch of which rank, from lengths and keys alone.
 
-Samples are sorted into classes of rows (one modality each) and, within a class, into keys (one run, with or without
+Samples are sorted into classes of rows (one modality each) and, within a class, into keys (one tenant, with or without
 routed experts) that never share a micro-batch. Each class is packed into rows (`rows`), and each row is dealt to the
 ranks (`grid`).
 """
@@ -103,13 +103,15 @@ def _columns(metadata: SampleMetadata, packed: NDArray[np.intp]) -> tuple[str, .
 
 def _classes(metadata: SampleMetadata, packed: NDArray[np.intp], packing: Packing) -> list[list[NDArray[np.intp]]]:
     """Group samples by class of rows and, within it, by key. Images come first, as the largest allocations."""
-    runs = sorted(set(metadata.run))
-    number = {run: k for k, run in enumerate(runs)}
-    run_of = np.zeros(len(metadata), np.int64) if len(runs) < 2 else np.array([number[run] for run in metadata.run])
+    tenants = sorted(set(metadata.run))
+    number = {tenant: k for k, tenant in enumerate(tenants)}
+    tenant_of = (
+        np.array([number[tenant] for tenant in metadata.run]) if len(tenants) > 1 else np.zeros(len(metadata), np.int64)
+    )
     class_of = np.array([-packing.modalities.class_of(m) for m in range(len(MODALITIES))])[metadata.modality]
     routed = metadata.has.get(APART, np.zeros(len(metadata), np.bool_))
-    row_keys = (class_of, run_of if packing.rows_by == "run" else np.zeros_like(run_of))
-    keys = np.stack([*row_keys, run_of, routed], axis=1)[packed]
+    row_keys = (class_of, tenant_of if packing.rows_by == "tenant" else np.zeros_like(tenant_of))
+    keys = np.stack([*row_keys, tenant_of, routed], axis=1)[packed]
     # lexsort sorts by its last key first, hence the reversal. Then every change of the key starts a new group.
     order = np.lexsort(keys.T[::-1])
     changes = np.flatnonzero((np.diff(keys[order], axis=0) != 0).any(axis=1)) + 1
@@ -164,7 +166,7 @@ def _rank_plan(
         padded=np.array([placed.padded for placed in column], np.int32),
         dummy=np.array([placed.dummy for placed in column], np.bool_),
         modality=np.array([placed.modality for placed in column], np.uint8),
-        dummy_runs=tuple(placed.run for placed in column if placed.dummy),
+        dummy_tenants=tuple(placed.tenant for placed in column if placed.dummy),
         columns=columns,
         own={name: column for name, column in metadata.own.items() if name in columns},
         shared=np.array([s for p in column for s in p.shared or [0] * len(p.samples)], np.int32),

@@ -43,8 +43,8 @@ class RankPlan:
     """[micro_batches] True where the segments are borrowed to keep ranks in step, and nothing is trained."""
     modality: NDArray[np.uint8]
     """[micro_batches] index into MODALITIES."""
-    dummy_runs: tuple[str, ...]
-    """[dummies] the run of each dummy's row; other micro-batches have that of their samples."""
+    dummy_tenants: tuple[str, ...]
+    """[dummies] the tenant of each dummy's row; other micro-batches have that of their samples."""
     columns: tuple[str, ...]
     """Columns of every micro-batch of the step, whichever samples are in it."""
     shared: NDArray[np.int32]
@@ -101,7 +101,7 @@ class RankPlan:
             padded=self.padded[one],
             dummy=self.dummy[one],
             modality=self.modality[one],
-            dummy_runs=self.dummy_runs[int(self.dummy[:index].sum()) :][: int(self.dummy[index])],
+            dummy_tenants=self.dummy_tenants[int(self.dummy[:index].sum()) :][: int(self.dummy[index])],
         )
 
     def to_bytes(self) -> bytes:
@@ -121,7 +121,7 @@ class RankPlan:
                 pad_id=self.pad_id,
                 totals=self.totals,
                 accounting=own,
-                dummy_runs=self.dummy_runs,
+                dummy_tenants=self.dummy_tenants,
                 shapes=self.shapes,
                 own={name: column.described() for name, column in self.own.items()},
                 shared=self.shared.astype("<i4").tobytes() if self.shared.any() else b"",
@@ -147,7 +147,7 @@ class RankPlan:
                 pad_id=wire.pad_id,
                 totals=wire.totals,
                 accounting=wire.accounting,
-                dummy_runs=wire.dummy_runs or ("",) * (len(wire.dummy) - wire.dummy.count(0)),
+                dummy_tenants=wire.dummy_tenants or ("",) * (len(wire.dummy) - wire.dummy.count(0)),
                 shapes=wire.shapes,
                 own=own_of(wire.own),
                 shared=np.frombuffer(wire.shared or bytes(len(wire.order)), "<i4").astype(np.int32),
@@ -185,7 +185,7 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     pad_id: int
     totals: Totals
     accounting: Accounting
-    dummy_runs: tuple[str, ...] = ()
+    dummy_tenants: tuple[str, ...] = ()
     """Missing in plans of earlier writers."""
     shapes: dict[str, Shape] = {}
     """Missing in plans of earlier writers."""
@@ -205,7 +205,7 @@ def _check(rank_plan: RankPlan, version: int) -> None:
         len(rank_plan.order) == len(rank_plan.cuts) == len(rank_plan.shared)
         and len(starts) == count + 1
         and len(rank_plan.dummy) == len(rank_plan.modality) == count
-        and len(rank_plan.dummy_runs) == int(rank_plan.dummy.sum())
+        and len(rank_plan.dummy_tenants) == int(rank_plan.dummy.sum())
         and starts[0] == 0
         and starts[-1] == len(rank_plan.order)
         and bool((np.diff(starts) >= 0).all())

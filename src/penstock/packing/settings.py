@@ -124,8 +124,8 @@ class Packing:
         Meta(description="what the trainer declares; without it a sample with images is alone in its micro-batch"),
     ] = field(default_factory=PackedImages)
     rows_by: Annotated[
-        Literal["modality", "run"],
-        Meta(description="what all ranks share at a micro-batch index: the modality, or the run as well"),
+        Literal["modality", "tenant"],
+        Meta(description="what all ranks share at a micro-batch index: the modality, or the tenant as well"),
     ] = "modality"
     pad_id: Annotated[int, Meta(ge=0, le=2**32 - 1, description="token id of padding")] = 0
     long_rows: Annotated[bool, Meta(description="allow micro_batch_max_tokens above seq_len")] = False

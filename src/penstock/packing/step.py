@@ -113,7 +113,7 @@ class Step:
 
     @property
     def totals(self) -> Totals:
-        """The denominators, also by mode and by run."""
+        """The denominators, also by mode and by tenant."""
         return self.plan.totals
 
     @property
@@ -134,9 +134,9 @@ def pack(samples: Samples | Sequence[Sample], **packing: Unpack[PackingKeywords]
     longer than the cap is not cut again: it is alone in its micro-batch and counted (`over_cap="strict"` raises
     instead). `max_samples` and `max_patches` cap a micro-batch in the same manner.
 
-    These never share a micro-batch: two runs, two modalities (unless `modalities` declares it safe), two samples with
-    images (unless `packed_images` declares what that needs), samples with and without routed experts. An empty batch
-    gives a step without micro-batches. `columns` declares columns that Penstock does not know.
+    These never share a micro-batch: two tenants, two modalities (unless `modalities` declares it safe), two samples
+    with images (unless `packed_images` declares what that needs), samples with and without routed experts. An empty
+    batch gives a step without micro-batches. `columns` declares columns that Penstock does not know.
 
     >>> from penstock import Sample
     >>> batch = [Sample(id=str(n), token_ids=range(1, n + 1), loss_mask=[0] + [1] * (n - 1)) for n in (5, 3, 2, 2)]

@@ -103,7 +103,7 @@ class Acceptance:
     def table_of(self, run: str) -> str:
         """Return the table for groups of a run, or the run's name if the run may not put."""
         try:
-            return self._recorder.run_tables.table_for(run)
+            return self._recorder.tenant_tables.table_for(run)
         except PenstockError:
             return run
 
@@ -120,7 +120,7 @@ class Acceptance:
 
     def no_room(self, table: str, size: int, reserved: Amount) -> str | None:
         """Return why a group must wait, "" if there is room, or None if it can never be accepted."""
-        tables = self._recorder.run_tables
+        tables = self._recorder.tenant_tables
         if table in tables.evicted or (tables.members and table not in tables.members):
             return None
         try:
@@ -136,9 +136,9 @@ class Acceptance:
 
         Groups are a power of four, because the exact number would need a search in every answer. With tenants it is
         nothing: room in one table says nothing about the others."""
-        if self._recorder.run_tables.members:
+        if self._recorder.tenant_tables.members:
             return NOTHING
-        table, arriving = self._recorder.run_tables.table(""), self._arrivals.groups[""] + reserved.groups
+        table, arriving = self._recorder.tenant_tables.table(""), self._arrivals.groups[""] + reserved.groups
         groups = next((n for n in _SPARE if table.may_insert(ahead=arriving + n - 1)), 0)
         used = self._recorder.state.bytes_of[""] + self._arrivals.bytes[""] + reserved.bytes
         return Amount(groups, max(self._settings.max_held_bytes - used, 0))
@@ -161,7 +161,7 @@ class Acceptance:
             known = self._recognise(group)
             if known is not None:
                 return known
-            group.table = self._recorder.run_tables.table_for(run)
+            group.table = self._recorder.tenant_tables.table_for(run)
             if group.is_evaluation:
                 self._check_evaluation_room(group.id, group.size)
             else:
@@ -206,10 +206,10 @@ class Acceptance:
 
     def _check_room(self, group: str, table_name: str, size: int, reserved: Amount) -> None:
         """Raise unless a group fits into its table and on the disk, beside the room reserved for others."""
-        table = self._recorder.run_tables.table(table_name)
+        table = self._recorder.tenant_tables.table(table_name)
         arriving = self._arrivals.groups[table_name] + reserved.groups
-        limit = int(self._settings.max_held_bytes * self._recorder.run_tables.part(table_name))
-        of = f" (run {table_name!r} has its share)" if table_name else ""
+        limit = int(self._settings.max_held_bytes * self._recorder.tenant_tables.part(table_name))
+        of = f" (tenant {table_name!r} has its share)" if table_name else ""
         if size > limit:
             raise InvalidInput(f"group {group!r}: {size:,} bytes; at most {limit:,} are ever held{of}: max_held_bytes")
         self._check_disk(size + reserved.bytes)
@@ -350,7 +350,7 @@ class Acceptance:
         run."""
         assert group.metadata is not None
         try:
-            table = self._recorder.run_tables.table_for(group.metadata.run)
+            table = self._recorder.tenant_tables.table_for(group.metadata.run)
             if not group.is_evaluation:
                 self._arrivals.move(group, table)
         except PenstockError as error:

@@ -215,9 +215,9 @@ def decide(engine: Engine, run_logger: RunLogger, message: Discard | SettleGroup
         elif isinstance(message, SettleGroup):
             engine.settle(message.group, drop=message.drop)
         elif message.weight:
-            engine.share(message.run, message.weight)
+            engine.share(message.tenant, message.weight)
         else:
-            engine.evict(message.run, message.reason[:200])
+            engine.evict(message.tenant, message.reason[:200])
     except PenstockError as refused:
         return refused
     except Exception as error:

@@ -33,7 +33,7 @@ from penstock.log import (
     Advance,
     Discard,
     DropGroup,
-    EvictRun,
+    EvictTenant,
     ForgetReports,
     GroupRow,
     Log,
@@ -49,12 +49,12 @@ from penstock.plane.ledger import Ledger
 from penstock.plane.priorities import report
 from penstock.plane.recorder import Recorder, ends_plane
 from penstock.plane.remembered import check_settings, damage_named, note_seq_len
-from penstock.plane.run_tables import RunTables
 from penstock.plane.segments import Outside, Segments
 from penstock.plane.settings import PlaneSettings, Target
 from penstock.plane.state import PlaneState, odd_groups
 from penstock.plane.step_builder import Place, PlannedStep
 from penstock.plane.telemetry import Durations
+from penstock.plane.tenant_tables import TenantTables
 from penstock.storage import Custody, DamagedFrame, ObjectStorage, Storage, Writer, check_log, prove_signing
 
 logger = logging.getLogger("penstock.plane")
@@ -115,9 +115,9 @@ class Engine:
         wanted = msgspec.json.encode(dict(sorted(self.settings.shares.items()))).decode()
         if wanted == self.log.text("shares"):
             return
-        for run, weight in self.settings.shares.items():
-            if run not in self.run_tables.evicted:
-                self.share(run, weight)
+        for tenant, weight in self.settings.shares.items():
+            if tenant not in self.tenant_tables.evicted:
+                self.share(tenant, weight)
         with self.log.transaction():
             self.log.set_meta("shares", wanted)
 
@@ -145,13 +145,13 @@ class Engine:
         return self.state.ledger
 
     @property
-    def run_tables(self) -> RunTables:
-        return self.state.run_tables
+    def tenant_tables(self) -> TenantTables:
+        return self.state.tenant_tables
 
     @property
     def is_full(self) -> bool:
         """Whether every table rejected a put for lack of room since room last became free."""
-        return bool(self.acceptance.full) and self.acceptance.full >= self.run_tables.members
+        return bool(self.acceptance.full) and self.acceptance.full >= self.tenant_tables.members
 
     @property
     def next_step(self) -> int:
@@ -179,27 +179,27 @@ class Engine:
 
     # -------------------------------------------------------------- runs
 
-    def share(self, run: str, weight: float) -> None:
+    def share(self, tenant: str, weight: float) -> None:
         """Set the weight of a tenant. Admits a new tenant, or an evicted one again."""
-        if not run or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        if not tenant or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
             raise InvalidInput(
-                f"share of run {run!r}: {weight}; give a name and a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+                f"share of tenant {tenant!r}: {weight}; give a name and a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
             )
-        self.recorder.decide(Weigh(run=run, weight=weight))
+        self.recorder.decide(Weigh(tenant=tenant, weight=weight))
 
-    def evict(self, run: str, reason: str) -> None:
+    def evict(self, tenant: str, reason: str) -> None:
         """Drop all waiting groups of a tenant and reject its puts from now on. Planned steps stay."""
-        if run not in self.run_tables.members:
-            known = ", ".join(map(repr, sorted(self.run_tables.members))) or "none; runs are not kept apart here"
-            raise UnknownKey(f"evict run {run!r}: it has no share; those that have: {known}")
-        self.recorder.decide(EvictRun(run=run, reason=reason))
-        self.counts["runs_evicted"] += 1
+        if tenant not in self.tenant_tables.members:
+            known = ", ".join(map(repr, sorted(self.tenant_tables.members))) or "none; this plane has no tenants"
+            raise UnknownKey(f"evict tenant {tenant!r}: it has no share; those that have: {known}")
+        self.recorder.decide(EvictTenant(tenant=tenant, reason=reason))
+        self.counts["tenants_evicted"] += 1
 
-    def runs(self) -> dict[str, dict[str, Any]]:
+    def tenants(self) -> dict[str, dict[str, Any]]:
         """Return the state of each tenant, evicted ones included."""
         return {
-            run: metadata | {"held_bytes": self.state.bytes_of[run]}
-            for run, metadata in self.run_tables.report().items()
+            tenant: metadata | {"held_bytes": self.state.bytes_of[tenant]}
+            for tenant, metadata in self.tenant_tables.report().items()
         }
 
     # -------------------------------------------------------------- steps out
@@ -213,7 +213,7 @@ class Engine:
         counts = self.state.apportion(self.settings.target)
         if counts is None:
             return self._missing()
-        if odd := odd_groups(self.state.kinds, map(self.state.row_of, self.run_tables)):
+        if odd := odd_groups(self.state.kinds, map(self.state.row_of, self.tenant_tables)):
             self._quarantine(odd)
             counts = self.state.apportion(self.settings.target)
             if counts is None:
@@ -243,7 +243,7 @@ class Engine:
             self.log.add_step(drawn.step, drawn.op, msgspec.msgpack.encode(manifest))
             self.log.count_uses(manifest.groups)
         self.state.planned(drawn.step, manifest)
-        self.acceptance.generated.close(drawn.step, self.run_tables.metrics())
+        self.acceptance.generated.close(drawn.step, self.tenant_tables.metrics())
 
     def undo_draw(self, drawn: Drawn, bad: Mapping[int, str]) -> None:
         """Undo a draw that cannot be planned, and quarantine the groups that caused it.
@@ -304,7 +304,7 @@ class Engine:
     def _missing(self) -> str:
         """Return what the next step waits for."""
         target, held = self.settings.target, self.state.held(self.settings.target)
-        why = [f"run {name!r} is at its share of max_held_bytes" for name in sorted(self.acceptance.full) if name]
+        why = [f"tenant {name!r} is at its share of max_held_bytes" for name in sorted(self.acceptance.full) if name]
         if held >= target.amount:
             why.append(f"{self.settings.replay.limiter} holds it back")
         if stale := self.acceptance.stale_in_a_row:
@@ -320,22 +320,22 @@ class Engine:
 
     def _quarantine(self, bad: Mapping[int, str]) -> None:
         """Set aside groups that no step can be planned with, so that they do not block the others."""
-        runs = {self.state.rows[op].run: reason for op, reason in bad.items()}
+        tenants = {self.state.rows[op].run: reason for op, reason in bad.items()}
         self.recorder.decide(Quarantine(groups=dict(bad)))
         self.counts["groups_quarantined"] += len(bad)
-        for run in sorted(runs.keys() & self.run_tables.members):
-            self._judge(run, runs[run])
+        for tenant in sorted(tenants.keys() & self.tenant_tables.members):
+            self._judge(tenant, tenants[tenant])
 
-    def _judge(self, run: str, error: str) -> None:
+    def _judge(self, tenant: str, error: str) -> None:
         """Evict a tenant once `evict_after` of its groups were quarantined."""
-        limit, found = self.settings.evict_after, self.state.unpackable[run]
+        limit, found = self.settings.evict_after, self.state.unpackable[tenant]
         if limit is not None and found >= limit:
-            self.evict(run, f"{found} of its groups could not be packed, the last because of: {error}"[:500])
+            self.evict(tenant, f"{found} of its groups could not be packed, the last because of: {error}"[:500])
 
     def settle(self, group: str, *, drop: bool) -> None:
         """Drop a group in quarantine, or release it to wait for training again."""
         row = self._set_aside(group)
-        if not drop and not self.run_tables.table(row.run).may_insert(ahead=self.acceptance.ahead(row.run)):
+        if not drop and not self.tenant_tables.table(row.run).may_insert(ahead=self.acceptance.ahead(row.run)):
             raise Overloaded(f"release of group {group!r}: its table is full; try again later", retry_after_s=1.0)
         self.recorder.decide(DropGroup(op=row.op) if drop else ReleaseGroup(op=row.op))
 
@@ -450,7 +450,7 @@ def too_early(settings: PlaneSettings, state: PlaneState, step: int) -> str:
     most, ahead = settings.replay.max_staleness, step - state.next_step
     if most is None or ahead <= 0:
         return ""
-    oldest = state.run_tables.oldest_version()  # scans all held groups, so only after the cheap tests
+    oldest = state.tenant_tables.oldest_version()  # scans all held groups, so only after the cheap tests
     if oldest is None or state.policy_version + ahead - oldest <= most:
         return ""
     return (

@@ -182,7 +182,7 @@ class Pipeline:
     @property
     def _has_tenants(self) -> bool:
         """Whether a group's tenant decides if there is room for it."""
-        tables = self._recorder.run_tables
+        tables = self._recorder.tenant_tables
         return bool(tables.members or tables.evicted)
 
     def _looked_at(self, group: Incoming, result: object = None) -> None:
@@ -447,7 +447,7 @@ class Pipeline:
 def _others(engine: Engine, drawn: Drawn) -> list[tuple[bytes, str]]:
     """Return metadata and locations of some held groups that are not in a step."""
     taken = {place.group for place in drawn.groups}
-    rows = (engine.state.row_of(key) for key in engine.run_tables if key not in taken)
+    rows = (engine.state.row_of(key) for key in engine.tenant_tables if key not in taken)
     found = ((engine.log.metadata(row.op), row.location) for row in islice(rows, _PROBES))
     return [(metadata, location) for metadata, location in found if metadata is not None]
 

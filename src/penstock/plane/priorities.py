@@ -94,7 +94,7 @@ def _by_group(recorder: Recorder, priorities: Mapping[str, float], ops: Sequence
 
     An id such as GROUP/3 names its group. Other ids are looked up among the samples of the step's groups, which needs
     their metadata from the log."""
-    held, rows = recorder.run_tables, recorder.state.rows
+    held, rows = recorder.tenant_tables, recorder.state.rows
     of_step = {rows[op].id for op in ops if op in rows}
     found: Values = {}
     others: Values = {}

@@ -19,12 +19,12 @@ from penstock.log import Discard, Log, Record, Shorten, State
 from penstock.plane.evaluations import Evaluations
 from penstock.plane.manifest import read_manifest
 from penstock.plane.remembered import keeps_all
-from penstock.plane.run_tables import RunTables
 from penstock.plane.segments import Segments
 from penstock.plane.settings import PlaneSettings, Replay
 from penstock.plane.snapshot import Saved
 from penstock.plane.state import PlaneState
 from penstock.plane.telemetry import COUNTS
+from penstock.plane.tenant_tables import TenantTables
 from penstock.storage import Away
 
 logger = logging.getLogger("penstock.plane")
@@ -50,8 +50,8 @@ class Recorder:
         self.rebuild()
 
     @property
-    def run_tables(self) -> RunTables:
-        return self.state.run_tables
+    def tenant_tables(self) -> TenantTables:
+        return self.state.tenant_tables
 
     def rebuild(self) -> None:
         """Rebuild memory from the log. What is not in the log did not happen."""

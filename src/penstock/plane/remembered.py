@@ -161,7 +161,7 @@ def note_seq_len(settings: PlaneSettings, recorder: Recorder, storage: Storage) 
 
 def _further_cuts(settings: PlaneSettings, recorder: Recorder, storage: Storage) -> Iterator[OverLength]:
     """Yield what each waiting group loses beyond what it lost before."""
-    for row in map(recorder.state.row_of, recorder.run_tables):
+    for row in map(recorder.state.row_of, recorder.tenant_tables):
         data = recorder.log.metadata(row.op)
         if data is None:
             continue

@@ -236,14 +236,15 @@ class PlaneSettings:
     evict_after: Annotated[
         int | None,
         Meta(
-            ge=1, description="groups of one run that no step could take, after which the run is evicted; none: never"
+            ge=1,
+            description="groups of one tenant that no step could take, after which the tenant is evicted; none: never",
         ),
     ] = 3
     shares: Annotated[
         dict[str, Annotated[float, Meta(gt=0)]],
         Meta(
-            description="runs that share the trainer, as named in their samples' `run`, each with its weight; groups "
-            "of other runs are rejected; empty: runs are not kept apart"
+            description="tenants that share the trainer, as named in their samples' `run`, each with its weight; "
+            "groups of other tenants are rejected; empty: one table for all groups"
         ),
     ] = field(default_factory=dict)
     replay: ReplaySection = field(default_factory=Replay)
@@ -263,7 +264,7 @@ class PlaneSettings:
                 f"{' and '.join(_SIGNED)}; give such a storage, or leave sign_puts_s out"
             )
         if "" in self.shares:
-            raise ConfigError(f"shares: '' has {self.shares['']}; give each run a name")
+            raise ConfigError(f"shares: '' has {self.shares['']}; give each tenant a name")
         table = table_with(self.packing.own)
         for name in self.requires:
             if name not in table:

@@ -17,7 +17,7 @@ FORMAT = 3
 
 
 class SavedTables(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A snapshot of `RunTables`."""
+    """A snapshot of `TenantTables`."""
 
     tables: dict[str, bytes]
     policy_version: int
@@ -51,7 +51,7 @@ class Saved(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     last_step_of: dict[int, int]
     steps: dict[int, tuple[int, list[int]]]
     """Step -> (state, groups whose last use it is)."""
-    run_tables: SavedTables
+    tenant_tables: SavedTables
     reports: Reports = msgspec.field(default_factory=Reports)
     """Priorities that ranks reported."""
 

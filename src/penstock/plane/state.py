@@ -33,7 +33,7 @@ from penstock.frames import WITH, WITHOUT, EvalMetadata
 from penstock.log import (
     Advance,
     Discard,
-    EvictRun,
+    EvictTenant,
     ForgetReports,
     GivePriorities,
     GroupRow,
@@ -52,9 +52,9 @@ from penstock.plane.evaluations import Evaluations
 from penstock.plane.ledger import Ledger
 from penstock.plane.manifest import Manifest, read_manifest
 from penstock.plane.priorities import Reports
-from penstock.plane.run_tables import RunTables
 from penstock.plane.settings import Replay, Target
 from penstock.plane.snapshot import Saved
+from penstock.plane.tenant_tables import TenantTables
 from penstock.protocol import OVER_LENGTH
 from penstock.replay import Key
 
@@ -86,7 +86,7 @@ class PlaneState:
         self.reports = Reports()
         self.quarantined: dict[int, GroupRow] = {}
         """Groups in quarantine, by op."""
-        self.run_tables = RunTables(replay, lambda key, reason: self._left.append((str(key), str(reason))))
+        self.tenant_tables = TenantTables(replay, lambda key, reason: self._left.append((str(key), str(reason))))
         self.rows: dict[int, GroupRow] = {}
         self.by_id: dict[str, int] = {}
         self.steps: dict[int, Manifest] = {}
@@ -117,7 +117,7 @@ class PlaneState:
 
     def held(self, target: Target) -> int:
         """Return what is held, in the unit of the target."""
-        return {"groups": len(self.run_tables), "samples": self.ledger.held, "tokens": self.held_tokens}[target.unit]
+        return {"groups": len(self.tenant_tables), "samples": self.ledger.held, "tokens": self.held_tokens}[target.unit]
 
     def row_of(self, key: Key) -> GroupRow:
         """Return the row of a held group."""
@@ -153,7 +153,7 @@ class PlaneState:
     def _insert(self, row: GroupRow) -> bool:
         # A group without a policy version counts as made by the current one. With max_staleness it is rejected earlier.
         version = self.policy_version if row.policy_version is None else row.policy_version
-        kept = self.run_tables.insert(row, version)
+        kept = self.tenant_tables.insert(row, version)
         if not kept:
             self._left.append((row.id, "stale"))
         return kept
@@ -163,14 +163,14 @@ class PlaneState:
         met. None if there is not enough."""
         if self.held(target) < target.amount or self._unfilled == self.op:
             return None
-        return self.run_tables.apportion(target, self.held(target), self.row_of)
+        return self.tenant_tables.apportion(target, self.held(target), self.row_of)
 
     def draw(self, op: int, step: int, what: Mapping[str, int] | Target, *, one_by_one: bool = False) -> Manifest:
         """Draw a step. Raises WaitTimeout if there are too few groups. Call `planned` afterwards.
 
         `one_by_one`: repeat a draw by target, from the number of groups that it took."""
         try:
-            groups = self.run_tables.draw(what, self.row_of, one_by_one=one_by_one)
+            groups = self.tenant_tables.draw(what, self.row_of, one_by_one=one_by_one)
         except WaitTimeout:
             self._unfilled = self.op
             raise
@@ -198,13 +198,13 @@ class PlaneState:
         self.op = max(self.op, op)
         if isinstance(record, Advance):
             self.policy_version = record.policy_version
-            self.run_tables.advance(self.policy_version)
+            self.tenant_tables.advance(self.policy_version)
         elif isinstance(record, Prioritize):
-            self.run_tables.update_priorities(record.priorities)
+            self.tenant_tables.update_priorities(record.priorities)
             if record.step:
                 self.reports.apply(record.step, record.priorities)
         elif isinstance(record, GivePriorities):
-            self.run_tables.given |= record.priorities
+            self.tenant_tables.given |= record.priorities
         elif isinstance(record, (Report, ForgetReports)):
             self.reports.follow(record)
         elif isinstance(record, Quarantine):
@@ -215,16 +215,16 @@ class PlaneState:
         elif isinstance(record, Shorten):
             self.ledger.shorten({name: getattr(record, name) for name in OVER_LENGTH})
         elif isinstance(record, Weigh):
-            self.run_tables.admit(record.run, record.weight)
-            del self.unpackable[record.run]
-        elif isinstance(record, EvictRun):
-            self.run_tables.evict(record.run, record.reason)
+            self.tenant_tables.admit(record.tenant, record.weight)
+            del self.unpackable[record.tenant]
+        elif isinstance(record, EvictTenant):
+            self.tenant_tables.evict(record.tenant, record.reason)
             self._left = [(key, "evicted") for key, _ in self._left]
         elif isinstance(record, ReleaseGroup):
             self._release(self.quarantined.pop(record.op))
         elif isinstance(record, Lose):
             for row in [self.rows[op] for op in record.groups if op in self.rows]:
-                if self.run_tables.remove(row):
+                if self.tenant_tables.remove(row):
                     self._left.append((row.id, ""))
             self._left = list({key: "lost" for key, _ in self._left}.items())
         else:
@@ -236,7 +236,7 @@ class PlaneState:
     def _set_aside(self, groups: Mapping[int, str]) -> None:
         for op, reason in groups.items():
             row = self.rows[op]
-            self.run_tables.remove(row)
+            self.tenant_tables.remove(row)
             self._left.clear()
             self._finish(op, State.QUARANTINED, reason)
             self.quarantined[op] = replace(row, state=State.QUARANTINED, reason=reason)
@@ -288,7 +288,7 @@ class PlaneState:
             quarantined=list(self.quarantined),
             last_step_of=self._last_step_of,
             steps={step: (int(state), self._ends[step]) for step, state in self.states.items()},
-            run_tables=self.run_tables.save(),
+            tenant_tables=self.tenant_tables.save(),
             reports=self.reports,
         )
 
@@ -302,9 +302,9 @@ class PlaneState:
         self.by_id = {row.id: row.op for row in self.rows.values()}
         self.quarantined = {row.op: row for row in log.groups_of(saved.quarantined)}
         self._last_step_of = saved.last_step_of
-        self.run_tables.load(saved.run_tables)
+        self.tenant_tables.load(saved.tenant_tables)
         self.reports = saved.reports
-        for key in self.run_tables:
+        for key in self.tenant_tables:
             count_kinds(self.kinds, self.row_of(key), 1)
         recorded: dict[int, State] = {}
         for step, _, data, state in log.steps(first=min(saved.steps, default=saved.last_step + 1)):
@@ -346,7 +346,7 @@ class PlaneState:
     def _settle(self) -> None:
         """Settle groups that left their table: with the last step that used them, or as dropped. Queued groups move
         up."""
-        self._left += [(str(key), "stale") for key in self.run_tables.let_in()]
+        self._left += [(str(key), "stale") for key in self.tenant_tables.let_in()]
         if not self._left:
             return
         left, self._left = self._left, []
@@ -405,7 +405,7 @@ class PlaneState:
         for row in rows:
             if self._unwritten.get(row.op) == (row.state, row.reason):
                 del self._unwritten[row.op]
-            elif row.op not in self._unwritten and row.state is not State.HELD and row.id in self.run_tables:
+            elif row.op not in self._unwritten and row.state is not State.HELD and row.id in self.tenant_tables:
                 self._unwritten[row.op] = (State.HELD, "")
         self._unwritten_steps = {step: s for step, s in self._unwritten_steps.items() if steps[step] is not s}
         self.freeing.keep_differences(frames)

@@ -58,7 +58,7 @@ COUNTS = {
     "snapshots_skipped": "snapshots of state not written; a restart takes longer",
     "resumes_rewound": "trainers that resumed behind the newest step",
     "resumes_ahead": "trainers that resumed ahead of what was committed",
-    "runs_evicted": "tenants evicted",
+    "tenants_evicted": "tenants evicted",
     "messages_corrupt": "messages that could not be read",
     "messages_failed": "messages that could not be handled",
     "messages_foreign": "messages of another run",
@@ -216,7 +216,7 @@ MAX_METRIC_NAME = 200
 MAX_REASONS = 256
 _WATCHED = {
     "groups_quarantined": "groups set aside because no step could be made with them: `penstock inspect` lists them",
-    "runs_evicted": "runs evicted",
+    "tenants_evicted": "tenants evicted",
 }
 
 _ONCE = {
@@ -244,7 +244,7 @@ class RunLogger:
 
     def started(self, run: str, log: Log, engine: Engine) -> None:
         again = "started" if log.epoch == 1 else f"started again, epoch {log.epoch}"
-        held = f"next step {engine.next_step}, {len(engine.run_tables)} groups held"
+        held = f"next step {engine.next_step}, {len(engine.tenant_tables)} groups held"
         logger.info("run %r (%s) %s: %s", run, log.run_id[:12], again, held)
 
     def count(self, name: str, text: str) -> None:
@@ -340,7 +340,7 @@ def status_of(engine: Engine, coordinator: Coordinator, admission: Admission) ->
         "producers_waiting": admission.rooms.num_waiting,
         "oldest_wait_s": admission.rooms.oldest_s,
         "retain": "all" if engine.recorder.keeps_all else "steps",
-        "held_groups": len(engine.run_tables),
+        "held_groups": len(engine.tenant_tables),
         "held_bytes": engine.held_bytes,
         "max_disk_bytes": settings.max_disk_bytes,
         "max_held_bytes": settings.max_held_bytes,
@@ -348,10 +348,10 @@ def status_of(engine: Engine, coordinator: Coordinator, admission: Admission) ->
         "quarantine": engine.quarantine(),
         "counts": dict(engine.counts),
         "durations": engine.durations.as_dict(),
-        "metrics": engine.run_tables.metrics()
+        "metrics": engine.tenant_tables.metrics()
         | engine.acceptance.generated.metrics()
         | engine.state.evaluations.metrics(),
         "reported": engine.numbers,
-        "runs": engine.runs(),
+        "tenants": engine.tenants(),
         "storage": engine.segments.status(),
     }

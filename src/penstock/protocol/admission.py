@@ -204,7 +204,7 @@ class Admission:
             if known is not None:
                 self.rooms.close(ticket)
                 return [self.answer(ticket, None, duplicate=True) if known else self._room(ticket)]
-        table = self._tables.table_of(message.run[:MAX_NAME])
+        table = self._tables.table_of(message.tenant[:MAX_NAME])
         is_free = self.rooms.ask(ticket, table, message.size, waits=message.waits)
         return [self._room(ticket)] if is_free else []
 

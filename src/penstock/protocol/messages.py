@@ -376,8 +376,8 @@ class AskRoom(_Message, frozen=True, tag="ask-room"):
 
     ticket: int
     """The ticket of the put."""
-    run: str
-    """The tenant of the group's samples."""
+    tenant: str
+    """The `run` of the group's samples."""
     size: int
     waits: bool = True
     """Whether to wait until there is room. Otherwise the answer is for now."""
@@ -414,7 +414,7 @@ class SetWeight(_Message, frozen=True, tag="weight"):
     """Sets a tenant's share of the trainer."""
 
     ticket: int
-    run: str
+    tenant: str
     weight: float
     """Relative to the weights of the other tenants. 0 evicts the tenant."""
     reason: str = ""
@@ -505,7 +505,7 @@ FromPlane: TypeAlias = (
 
 # ------------------------------------------------------------------ limits of names
 
-_MAX_CHARACTERS = {"reason": MAX_REASON, "key": MAX_KEY, "group": MAX_TEXT, "run": MAX_TEXT}
+_MAX_CHARACTERS = {"reason": MAX_REASON, "key": MAX_KEY, "group": MAX_TEXT, "tenant": MAX_TEXT}
 """By field of a decision."""
 
 
@@ -519,5 +519,5 @@ def check_decision(message: Discard | SettleGroup | SetWeight) -> None:
         value = getattr(message, field, "")
         if len(value) > most:
             raise InvalidInput(f"{field}: {value[:40]!r}... has {len(value):,} characters; give at most {most:,}")
-    if isinstance(message, SetWeight) and message.weight and (problem := run_name_problem(message.run)):
-        raise InvalidInput(f"run: {problem}")
+    if isinstance(message, SetWeight) and message.weight and (problem := run_name_problem(message.tenant)):
+        raise InvalidInput(f"tenant: {problem}")

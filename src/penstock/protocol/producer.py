@@ -107,7 +107,7 @@ class _Put(Pending):
         put = self.put
         return AskRoom(
             ticket=put.ticket,
-            run=self.run(),
+            tenant=self.run(),
             size=self.size,
             waits=self.waits,
             group=put.group,

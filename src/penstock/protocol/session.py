@@ -8,7 +8,7 @@ A *session* is one incarnation of the trainer job: all its processes joined, and
     FAILED      the session is over; every process was sent the reason; a fresh hello starts the next one
 
 `TRANSITIONS` is the machine, not a picture of it: `Session.on` looks up the next phase, and a pair that is not in the
-table raises. docs/delivery.md draws it.
+table raises. docs/internals/protocol.md draws it.
 """
 
 from __future__ import annotations

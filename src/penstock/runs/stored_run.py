@@ -15,7 +15,7 @@ from penstock.errors import CorruptFile, InvalidInput
 from penstock.log import (
     FORMAT,
     Advance,
-    EvictRun,
+    EvictTenant,
     GroupRow,
     LogReader,
     Seen,
@@ -221,6 +221,6 @@ def _fill(view: LogView, log: LogReader, meta: dict[str, str]) -> None:
         if isinstance(record, Advance):
             view.policy_version = record.policy_version
         elif isinstance(record, Weigh):
-            view.members.add(record.run)
-        elif isinstance(record, EvictRun):
-            view.members.discard(record.run)
+            view.members.add(record.tenant)
+        elif isinstance(record, EvictTenant):
+            view.members.discard(record.tenant)

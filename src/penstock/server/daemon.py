@@ -192,7 +192,7 @@ class LoopHooks:
         engine, coordinator = self.server.engine, self.server.coordinator
         return (
             f"epoch {coordinator.epoch}, session {coordinator.session} {coordinator.phase.value}, step "
-            f"{engine.next_step}, {len(engine.run_tables)} groups and {engine.held_bytes} bytes held, waiting for "
+            f"{engine.next_step}, {len(engine.tenant_tables)} groups and {engine.held_bytes} bytes held, waiting for "
             f"{coordinator.waits_for(time.monotonic())}"
         )
 

@@ -2,7 +2,7 @@
 
 The second part of a name tells what it is about: `penstock_gen_` what was generated, `penstock_buffer_` what waits,
 `penstock_train_` what was trained on, `penstock_eval_` what was evaluated, `penstock_ledger_` where every sample is,
-`penstock_run_` the tenants that share the trainer, `penstock_plane_` the plane itself.
+`penstock_tenant_` the tenants that share the trainer, `penstock_plane_` the plane itself.
 The plane's loop takes all numbers between two turns, so they are consistent. A plane that does not answer within two
 seconds gives 503, which is worth an alarm.
 """
@@ -27,7 +27,7 @@ _SIDES = {
     "train": "what was trained on",
     "eval": "what was evaluated",
     "ledger": "where every accepted sample is",
-    "run": "the tenants that share the trainer",
+    "tenant": "the tenants that share the trainer",
     "plane": "the plane itself",
     "storage": "where frames are",
     "perf": "how fast",
@@ -166,13 +166,13 @@ def _points(status: dict[str, Any]) -> Iterator[Point]:
         yield f"penstock_ledger_over_length_{unit}_total", "counter", {"action": action}, count
     for kind, count in status["counts"].items():
         yield "penstock_plane_events_total", "counter", {"kind": kind}, count
-    for run, metadata in status["runs"].items():
-        labels = {"member": run}
-        yield "penstock_run_share", "gauge", labels, metadata["share"]
-        yield "penstock_run_held_groups", "gauge", labels, metadata["held_groups"]
-        yield "penstock_run_held_bytes", "gauge", labels, metadata["held_bytes"]
-        yield "penstock_run_taken_tokens_total", "counter", labels, metadata["taken_tokens"]
-        yield "penstock_run_evicted", "gauge", labels, float(metadata["evicted"] is not None)
+    for tenant, metadata in status["tenants"].items():
+        labels = {"tenant": tenant}
+        yield "penstock_tenant_share", "gauge", labels, metadata["share"]
+        yield "penstock_tenant_held_groups", "gauge", labels, metadata["held_groups"]
+        yield "penstock_tenant_held_bytes", "gauge", labels, metadata["held_bytes"]
+        yield "penstock_tenant_taken_tokens_total", "counter", labels, metadata["taken_tokens"]
+        yield "penstock_tenant_evicted", "gauge", labels, float(metadata["evicted"] is not None)
     yield "penstock_plane_producers_waiting", "gauge", {}, status["producers_waiting"]
     yield "penstock_plane_oldest_wait_s", "gauge", {}, status["oldest_wait_s"]
     for phase in _PHASES:

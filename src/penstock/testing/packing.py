@@ -111,7 +111,7 @@ def packings(draw: st.DrawFn, lengths: tuple[int, ...] = (8, 30, 64)) -> Packing
             per_token=draw(st.sampled_from([1.0, 100.0])),
             per_patch=draw(st.sampled_from([0.0, 5.0])),
         ),
-        rows_by=draw(st.sampled_from(["modality", "run"])),
+        rows_by=draw(st.sampled_from(["modality", "tenant"])),
         columns=OWN_COLUMNS,
         pad_id=draw(st.sampled_from([0, 7])),
         long_rows=True,

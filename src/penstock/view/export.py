@@ -193,7 +193,7 @@ class TokenExporter:
         kept = _numbers(metrics or {})
         if runs is None:
             named = {run for run, at in self._begun if at == number}
-            named |= set() if isinstance(step, int) else set(step.totals.runs)
+            named |= set() if isinstance(step, int) else set(step.totals.tenants)
             runs = dict.fromkeys(sorted(named) or [""], number)
         now = time.monotonic()
         self._micro_steps.pop(number, None)

@@ -15,8 +15,8 @@ from penstock.errors import ConfigError, Evicted, InvalidInput, Overloaded, Unkn
 from penstock.frames import encode
 from penstock.packing import Packing
 from penstock.plane.acceptance import Outcome
-from penstock.plane.run_tables import RunTables
 from penstock.plane.settings import PlaneSettings, Replay, Target
+from penstock.plane.tenant_tables import TenantTables
 from penstock.protocol.steps import Staged
 from penstock.replay import Fifo, MinSize, Prioritized
 from tests.support.engines import DirectEngine, damage_frame
@@ -84,10 +84,10 @@ def test_a_run_that_floods_the_plane_leaves_the_others_their_room(open_engine: O
     fill(engine, "a", 3)
     refused = offer(engine, "a3", "a")
     assert refused is not None and isinstance(refused.error, Overloaded)
-    assert "the limits (run 'a' has its share) are 1," in str(refused.error)
+    assert "the limits (tenant 'a' has its share) are 1," in str(refused.error)
     assert not engine.is_full  # b may still fill the step
     waiting = engine.plan_step(1)
-    assert waiting == "generation: 3 of 8 groups; run 'a' is at its share of max_held_bytes"
+    assert waiting == "generation: 3 of 8 groups; tenant 'a' is at its share of max_held_bytes"
     fill(engine, "b", 9)
     assert train(engine).keys() == {"a", "b"}
     assert offer(engine, "a3", "a") is None
@@ -113,8 +113,8 @@ def test_runs_of_all_replay_policies_are_drawn_the_same_after_a_kill(open_engine
         assert digests[0] == digests[1]
         killed.log.close()
         killed = open_engine(tmp_path, **kinds)
-        assert killed.run_tables.shares.owed == straight.run_tables.shares.owed
-    assert killed.runs() == straight.runs()
+        assert killed.tenant_tables.shares.owed == straight.tenant_tables.shares.owed
+    assert killed.tenants() == straight.tenants()
 
 
 # ------------------------------------------------------------------ who takes part
@@ -124,19 +124,19 @@ def test_without_shares_runs_are_not_kept_apart(open_engine: OpenEngine) -> None
     engine = open_engine()
     fill(engine, "a", 1)
     fill(engine, "b", 1)
-    assert train(engine) == {"": 24} and engine.runs() == {}
+    assert train(engine) == {"": 24} and engine.tenants() == {}
 
 
 def test_a_run_without_a_share_is_refused_and_may_be_given_one(open_engine: OpenEngine) -> None:
     engine = open_engine(shares=HALVES)
     refused = offer(engine, "c0", "c")
     assert refused is not None and isinstance(refused.error, UnknownKey)
-    assert "run 'c': has no share in this plane, which 'a', 'b' use" in str(refused.error)
+    assert "tenant 'c': has no share in this plane, which 'a', 'b' use" in str(refused.error)
     nameless = offer(engine, "x", "")
     assert nameless is not None and isinstance(nameless.error, InvalidInput)
     engine.share("c", 2.0)
     assert offer(engine, "c0", "c") is None
-    assert engine.runs()["c"]["share"] == 0.5
+    assert engine.tenants()["c"]["share"] == 0.5
 
 
 def test_a_group_belongs_to_one_run(open_engine: OpenEngine) -> None:
@@ -166,13 +166,13 @@ def test_an_evicted_run_loses_what_waits_and_the_others_go_on(open_engine: OpenE
     assert engine.ledger.dropped == {"evicted": 4}  # two groups of two samples; four groups are in steps
     refused = offer(engine, "b9", "b")
     assert refused is not None and isinstance(refused.error, Evicted)
-    assert "run 'b': evicted: no rewards since step 40" in str(refused.error)
+    assert "tenant 'b': evicted: no rewards since step 40" in str(refused.error)
     engine.commit(2, None)
     fill(engine, "a", 2, first=6)
     assert train(engine) == {"a": 48}
     engine.log.close()
     again = open_engine(tmp_path, shares=HALVES, target=Target(groups=4))
-    assert again.run_tables.evicted == {"b": "no rewards since step 40"}  # though the settings still name it
+    assert again.tenant_tables.evicted == {"b": "no rewards since step 40"}  # though the settings still name it
     assert again.ledger == engine.ledger
     assert again.stage_again(2).digests == planned.digests  # what was planned is served as it was
     again.share("b", 1.0)
@@ -187,8 +187,8 @@ def test_a_run_whose_groups_cannot_be_packed_is_evicted(open_engine: OpenEngine)
         if row.run == "b":
             damage_frame(engine, row.id)
     assert train(engine) == {"a": 24}
-    assert engine.counts["runs_evicted"] == 1
-    assert "2 of its groups could not be packed" in engine.run_tables.evicted["b"]
+    assert engine.counts["tenants_evicted"] == 1
+    assert "2 of its groups could not be packed" in engine.tenant_tables.evicted["b"]
     assert engine.ledger.quarantined == 4 and engine.ledger.dropped == {"evicted": 4}
 
 
@@ -208,7 +208,7 @@ def test_a_plane_is_shared_by_two_producers(open_plane: OpenPlane) -> None:
     with plane.source(rank=0, prefetch=0) as source:
         step = source.step(timeout=10)
         assert {batch.run for batch in step} == {"a", "b"}
-        assert step.totals.runs["a"].loss_tokens == step.totals.runs["b"].loss_tokens > 0
+        assert step.totals.tenants["a"].loss_tokens == step.totals.tenants["b"].loss_tokens > 0
         source.commit(step)
         source.flush()
     plane.evict("b", "its rewards are wrong")
@@ -254,7 +254,7 @@ def test_the_part_of_a_run_is_the_same_whichever_order_runs_came_in() -> None:
     weights = {"a": 0.1, "b": 1.0, "c": 0.1, "d": 3.0, "e": 1e-6}
     parts = set()
     for order in permutations(weights):
-        tables = RunTables(Replay(), lambda *_: None)
+        tables = TenantTables(Replay(), lambda *_: None)
         for run in order:
             tables.admit(run, weights[run])
         parts.add(tables.part("b"))

@@ -50,7 +50,7 @@ class FairShare:
     def weigh(self, name: str, weight: float) -> None:
         """Set the weight of a name. The default is 1."""
         if not 0 < weight < float("inf"):
-            raise ConfigError(f"weight of run {name!r}: {weight}; must be a positive number")
+            raise ConfigError(f"weight of tenant {name!r}: {weight}; must be a positive number")
         self.weights[name] = weight
 
     def weight(self, name: str) -> float:
@@ -100,7 +100,7 @@ class Waiting(NamedTuple):
     priority: float = 1.0
 
 
-class RunTables:
+class TenantTables:
     """One table per tenant, or one for everything."""
 
     def __init__(self, replay: Replay, on_evict: OnEvict) -> None:
@@ -123,48 +123,48 @@ class RunTables:
 
     # -------------------------------------------------------------- members
 
-    def admit(self, run: str, weight: float) -> None:
+    def admit(self, tenant: str, weight: float) -> None:
         """Set the share of a tenant. Admits a new tenant, or an evicted one again."""
-        self.shares.weigh(run, weight)
-        self.evicted.pop(run, None)
-        self.members.add(run)
+        self.shares.weigh(tenant, weight)
+        self.evicted.pop(tenant, None)
+        self.members.add(tenant)
 
-    def evict(self, run: str, reason: str) -> None:
+    def evict(self, tenant: str, reason: str) -> None:
         """Drop all waiting groups of a tenant, and reject its puts from now on."""
-        self.members.discard(run)
-        self.shares.forget(run)
-        self.evicted[run] = reason
-        if run in self.tables:
-            self.tables[run].clear()
-        for waiting in self.lines.pop(run, []):
+        self.members.discard(tenant)
+        self.shares.forget(tenant)
+        self.evicted[tenant] = reason
+        if tenant in self.tables:
+            self.tables[tenant].clear()
+        for waiting in self.lines.pop(tenant, []):
             self._on_evict(waiting.key, "cleared")
 
-    def table_for(self, run: str) -> str:
-        """Return the table for groups of a run. Raises Evicted, UnknownKey or InvalidInput."""
-        if run in self.evicted:
+    def table_for(self, tenant: str) -> str:
+        """Return the table for groups of a tenant. Raises Evicted, UnknownKey or InvalidInput."""
+        if tenant in self.evicted:
             raise Evicted(
-                f"run {run!r}: evicted: {self.evicted[run]}; "
-                f"`penstock tenants ADDRESS --share {run}=1` lets it in again"
+                f"tenant {tenant!r}: evicted: {self.evicted[tenant]}; "
+                f"`penstock tenants ADDRESS --share {tenant}=1` lets it in again"
             )
-        if self.members and not run:
+        if self.members and not tenant:
             raise InvalidInput(
-                f"no run is given, and {', '.join(map(repr, sorted(self.members)))} share this plane; say which "
+                f"no tenant is given, and {', '.join(map(repr, sorted(self.members)))} share this plane; say which "
                 "one the samples belong to: Trajectory(..., run=NAME) or Sample(..., run=NAME)"
             )
-        if self.members and run not in self.members:
+        if self.members and tenant not in self.members:
             raise UnknownKey(
-                f"run {run!r}: has no share in this plane, which {', '.join(map(repr, sorted(self.members)))} use; "
-                f"give it one with `penstock tenants ADDRESS --share {run}=1`, or plane.share({run!r})"
+                f"tenant {tenant!r}: has no share in this plane, which {', '.join(map(repr, sorted(self.members)))} "
+                f"use; give it one with `penstock tenants ADDRESS --share {tenant}=1`, or plane.share({tenant!r})"
             )
-        return run if self.members else ""
+        return tenant if self.members else ""
 
-    def part(self, run: str) -> float:
+    def part(self, tenant: str) -> float:
         """Return a tenant's fraction of the trainer: its weight over the weights of all."""
-        if run not in self.members:
+        if tenant not in self.members:
             return 1.0
         # fsum, because members are a set: a plain sum in another order may differ in the last bit, and a restarted
         # plane would decide differently.
-        return self.shares.weight(run) / math.fsum(map(self.shares.weight, self.members))
+        return self.shares.weight(tenant) / math.fsum(map(self.shares.weight, self.members))
 
     # -------------------------------------------------------------- tables
 
@@ -384,12 +384,12 @@ class RunTables:
     def report(self) -> dict[str, dict[str, Any]]:
         """Return what `penstock tenants` shows of each tenant, evicted ones included."""
         found: dict[str, dict[str, Any]] = {}
-        for run in sorted(self.members | self.evicted.keys()):
-            found[run] = {
-                "share": self.part(run) if run in self.members else 0.0,
-                "held_groups": len(self.tables[run]) if run in self.tables else 0,
-                "taken_tokens": self.taken[run],
-                "evicted": self.evicted.get(run),
+        for tenant in sorted(self.members | self.evicted.keys()):
+            found[tenant] = {
+                "share": self.part(tenant) if tenant in self.members else 0.0,
+                "held_groups": len(self.tables[tenant]) if tenant in self.tables else 0,
+                "taken_tokens": self.taken[tenant],
+                "evicted": self.evicted.get(tenant),
             }
         return found
 
