@@ -29,7 +29,7 @@ test:
 
 test-fast:
 	@bash scripts/setup dev,bench
-	.venv/bin/pytest -n 3 -m "not slow and not deep and not process" tests
+	.venv/bin/pytest -n 4 -m "not slow and not deep and not process" tests
 
 test-ray:
 	@VENV=.venv-ray bash scripts/setup dev,ray

@@ -130,7 +130,7 @@ def test_a_rank_that_is_cut_off_stops_all_others_with_the_same_words(
         said = re.match(r"step [23]: rank 1: (silent for|has not heard the plane for) ([\d.]+) s", errors[0]["words"])
         assert said is not None and short.peer_s <= float(said[2]) + 0.1, errors[0]["words"]
         noticed = max(error["at"] for error in errors) - began
-        print(f"cut {way}: the others raised after {noticed:.2f} s")  # shown by -rP; docs/internals/protocol.md quotes it
+        print(f"cut {way}: the others raised after {noticed:.2f} s")  # shown by -rP; quoted in docs/internals
         assert noticed < BOUND_S * pace
         own = ranks[1].wait("error")
         if way == "up":  # it still hears
