@@ -1,4 +1,4 @@
-"""Write what is made of the declarations of settings: keyword types, and the tables of docs/settings.md.
+"""Write what is made of the declarations of settings: keyword types, and the tables of the settings pages.
 
 .venv/bin/python scripts/make_settings.py            write them
 .venv/bin/python scripts/make_settings.py --check    exit 1 when one is out of date
@@ -16,7 +16,7 @@ from penstock.replay import LIMITERS, SELECTORS, Settings
 from penstock.train.run_config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "settings.md"
+DOCS = ROOT / "docs"
 _MADE = "Made by scripts/make_settings.py."
 
 
@@ -37,14 +37,19 @@ def markers(name: str) -> tuple[str, str]:
     return f"<!-- {name} settings: made by scripts/make_settings.py -->", f"<!-- end of {name} settings -->"
 
 
-def updated(page: str) -> str:
-    """The page with the tables of today."""
-    tables = {
+def tables() -> dict[str, dict[str, str]]:
+    """The tables of today, by page and by name."""
+    plane = {
         "plane": docs_table(ServerSettings),
         "parts": kinds_table({"sampler, remover": SELECTORS, "limiter": LIMITERS}),
         "cluster": docs_table(ClusterSettings, beyond=ServerSettings),
-        "run": docs_table(TrainConfig, keywords=False, beyond=PlaneSettings),
     }
+    run = {"run": docs_table(TrainConfig, keywords=False, beyond=PlaneSettings)}
+    return {"settings.md": plane, "trainer-settings.md": run}
+
+
+def updated(page: str, tables: dict[str, str]) -> str:
+    """The page with the tables of today."""
     for name, table in tables.items():
         start, end = markers(name)
         before, rest = page.split(start)
@@ -54,7 +59,8 @@ def updated(page: str) -> str:
 
 def wanted() -> dict[Path, str]:
     """Every file that is made here, or in part, as it should be."""
-    return {**modules(), PAGE: updated(PAGE.read_text(encoding="utf-8"))}
+    pages = {DOCS / name: made for name, made in tables().items()}
+    return modules() | {page: updated(page.read_text(encoding="utf-8"), made) for page, made in pages.items()}
 
 
 def main(arguments: list[str]) -> int:
