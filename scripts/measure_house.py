@@ -3,6 +3,7 @@
     .venv/bin/python scripts/measure_house.py                       this checkout
     .venv/bin/python scripts/measure_house.py ../before --json      another one, for programs
     .venv/bin/python scripts/measure_house.py --docstrings 30       docstrings chosen by a seed, to read
+    .venv/bin/python scripts/measure_house.py --docstrings 30 --before ../before      the same functions in both
 
 Everything but the wheel and the producer is read from the files, so a checkout of any commit can be measured.
 """
@@ -110,6 +111,18 @@ def _docstrings(root: Path) -> Iterator[tuple[str, str]]:
                 yield f"{path.relative_to(root / 'src')}{name}", text.split("\n\n")[0].replace("\n", " ")
 
 
+def beside(before: Path, after: Path, number: int, seed: int = 28) -> list[tuple[str, str, str]]:
+    """Docstrings of classes and functions that both checkouts have once, wherever they moved, chosen by a seed."""
+    texts = []
+    for root in (before, after):
+        by_name: dict[str, list[str]] = {}
+        for place, text in _docstrings(root):
+            by_name.setdefault(place.partition("::")[2], []).append(text)
+        texts.append({name: found[0] for name, found in by_name.items() if name and len(found) == 1})
+    shared = sorted(texts[0].keys() & texts[1].keys())
+    return [(name, texts[0][name], texts[1][name]) for name in sorted(random.Random(seed).sample(shared, number))]
+
+
 def producer(root: Path) -> dict[str, float]:
     """Our modules and the time of a process that opens tcp:// and puts one group; the best of three."""
     environment = {**os.environ, "PYTHONPATH": str(root / "src"), "PYTHONDONTWRITEBYTECODE": ""}
@@ -157,8 +170,13 @@ def main() -> int:
     parser.add_argument("root", nargs="?", type=Path, default=ROOT, help="a checkout; this one by default")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--docstrings", type=int, metavar="N", help="print N docstrings chosen by a seed instead")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="with --docstrings: show both versions")
     arguments = parser.parse_args()
     root = arguments.root.resolve()
+    if arguments.docstrings and arguments.before:
+        for name, old, new in beside(arguments.before.resolve(), root, arguments.docstrings):
+            print(f"{name}\n  - {old}\n  + {new}\n")
+        return 0
     if arguments.docstrings:
         for name, text in docstrings(root, arguments.docstrings):
             print(f"{name}\n    {text}\n")
