@@ -97,8 +97,7 @@ def test_durations_are_counted_by_bucket_and_long_ones_logged(caplog: pytest.Log
         durations.add("turn", 0.3, lambda: "planning 299 ms")
         for _ in range(200):
             durations.add("commit", 11.0)
-        with durations.timed("write", "2 groups"):
-            pass
+        durations.add("write", 0.2, "2 frames")
     found = durations.as_dict()
     assert sum(found["turn"]["counts"]) == 2 and found["turn"]["counts"][0] == 1
     assert found["turn"]["counts"][BOUNDS.index(0.5)] == 1
@@ -106,6 +105,9 @@ def test_durations_are_counted_by_bucket_and_long_ones_logged(caplog: pytest.Log
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == "slow turn: 300 ms, planning 299 ms (1 so far)"
     assert len([line for line in lines if "commit" in line]) == 11  # ten, and the hundredth
+    slow = durations.slow()  # lists what the log leaves out, and never grows
+    assert slow["counts"] == {"turn": 1, "commit": 200, "write": 1} and len(slow["last"]) == 32
+    assert (slow["last"][-1]["work"], slow["last"][-1]["doing"]) == ("write", "2 frames")
 
 
 def test_the_longest_part_of_a_turn_is_named() -> None:

@@ -54,6 +54,9 @@ class Round:
     """That ranks read from storage, where they do."""
     needed_bytes: int = 0
     """That their samples take there."""
+    slow: tuple[str, ...] = ()
+    """What the plane recorded as slow during the round."""
+    longest_put_s: float = 0.0
     put_s: float = 0.0
     """Until the last put returned, where that was looked at."""
     plane_in: float = 0.0

@@ -218,8 +218,7 @@ class Pipeline:
             batch.append(group)
             size += len(group.frame)
         try:
-            with self._engine.durations.timed("write", f"{len(batch)} groups, {size:,} bytes"):
-                self._intake.take(batch)
+            self._intake.take(batch)
         except Exception as error:
             logger.exception("%d groups could not be stored", len(batch))
             for group in batch:
