@@ -1,12 +1,12 @@
 """Look for stalls: run many rounds of the text step, systems in turns, and explain rounds far above the median.
 
   python scripts/find_stalls.py --rounds 100
-  python scripts/find_stalls.py --rounds 100 --rivals FOLDER/rivals/bin/python     TransferQueue too (scripts/setup_rivals)
-  python scripts/find_stalls.py --rounds 100 --disturb                             beside a process that syncs small files
+  python scripts/find_stalls.py --rivals FOLDER/rivals/bin/python     TransferQueue too (scripts/setup_rivals)
+  python scripts/find_stalls.py --disturb                             beside a process that syncs small files
 
-For each slow round it prints what the plane recorded (turns, commits and writes above 100 ms), the longest put, and what
-the kernel counted meanwhile: seconds in which some task waited for a processor, the disk or memory (/proc/pressure),
-and TCP timeouts. Processor time near the usual and disk pressure near the round's length mean that the disk was slow.
+For each slow round it prints what the plane recorded (turns, commits and writes above 100 ms), the longest put, and
+what the kernel counted meanwhile: seconds in which some task of the machine waited for a processor, the disk or memory
+(/proc/pressure), and TCP timeouts. A slow round whose pressure is far shorter than the round waited for us.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ def _explain(one: dict[str, Any]) -> None:
     waited = ", ".join(f"{key[7:-2]} {one[key]:.2f}" for key in one if key.startswith("waited_"))
     clock = time.strftime("%H:%M:%S", time.localtime(one["at"]))
     print(
-        f"  round {one['round']} at {clock}: {one['seconds'] * 1e3:.0f} ms, CPU {one['cpu_s'] * 1e3:.0f} ms, longest put "
-        f"{one['longest_put_s'] * 1e3:.0f} ms; some task waited, s: {waited}; TCP timeouts {one['tcp_timeouts']:.0f}; "
-        f"load {one['load']:.1f}"
+        f"  round {one['round']} at {clock}: {one['seconds'] * 1e3:.0f} ms, CPU {one['cpu_s'] * 1e3:.0f} ms, longest "
+        f"put {one['longest_put_s'] * 1e3:.0f} ms; some task waited, s: {waited}; "
+        f"TCP timeouts {one['tcp_timeouts']:.0f}; load {one['load']:.1f}"
     )
     for line in one["slow"]:
         print(f"    {line}")
