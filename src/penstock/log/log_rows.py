@@ -68,6 +68,7 @@ class Column:
     read: Callable[[Any], Any] | None = None
 
 
+NO_KINDS = msgspec.msgpack.encode(())
 _KINDS: msgspec.msgpack.Decoder[tuple[tuple[str, str], ...]] = msgspec.msgpack.Decoder(tuple[tuple[str, str], ...])
 
 
@@ -101,7 +102,7 @@ class GroupRow:
         tuple[tuple[str, str], ...],
         Column("BLOB NOT NULL DEFAULT x'80'", "bytea", write=msgspec.msgpack.encode, read=_KINDS.decode),
     ] = ()
-    """What all groups of a step must have in common, by column."""
+    """What all groups of a step must have in common, by column. Forgotten with the frame."""
     location: Annotated[str, Column("TEXT NOT NULL DEFAULT ''", "text")] = ""
     """Where its frame is; empty once the frame is freed."""
     at: Annotated[float, Column("REAL NOT NULL DEFAULT 0", "double precision")] = dataclasses.field(
