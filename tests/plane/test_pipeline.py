@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -110,6 +111,23 @@ def test_an_error_in_planning_is_told_to_every_rank_and_the_plane_lives_on() -> 
             assert ids_of(steps) == {"a/0", "a/1", "b/0", "b/1"}
         assert server.failure is None
         assert plane.ledger.balanced
+
+
+def test_a_rank_is_sent_its_samples_before_those_of_the_last_rank_are_gathered() -> None:
+    with trying() as (plane, server, builder):
+        builder.part_gate = Gate()
+        for name in "ab":
+            plane.put(named_group(name))
+        with sources(plane) as steps:
+            assert builder.part_gate.reached.wait(PATIENCE_S)
+            deadline = time.monotonic() + PATIENCE_S
+            while "rank 1 to receive step 1" not in plane.status()["waiting_for"]:  # rank 0 has it
+                assert time.monotonic() < deadline, plane.status()["waiting_for"]
+                threading.Event().wait(QUICK.heartbeat_s / 4)
+            assert not any(step.done() for step in steps)  # all ranks train it, or none does
+            builder.part_gate.released.set()
+            assert ids_of(steps) == {"a/0", "a/1", "b/0", "b/1"}
+        assert server.failure is None
 
 
 def test_what_failed_for_one_session_is_not_told_to_the_next() -> None:

@@ -358,6 +358,9 @@ class PlaneLoop:
     def _plan(self, now: float) -> bool:
         """Plan the steps that ranks asked for, in order. Returns False if the disk is full."""
         coordinator, engine = self.coordinator, self.engine
+        for part in self._pipeline.take_parts():
+            if coordinator.phase is Phase.RUNNING and coordinator.next_step <= part.step:
+                self._effects.carry_out(coordinator.stage(part, now))
         for step in range(coordinator.next_step, coordinator.wanted + 1):
             if coordinator.phase is not Phase.RUNNING:
                 break
