@@ -170,43 +170,58 @@ def _program(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def fill(folder: Path, settings: PlaneSettings, held: int, steps: int) -> None:
-    """Accept groups and train steps as a plane does, and be killed in the middle of it."""
-    log = open_log(folder, settings)
-    _set_sync(log, settings.log, wanted=False)
-    engine = Engine(settings, log, storage_of(settings, folder))
-    builder = StepBuilder(settings.packing, engine.storage)
-    made = make_metadata(8)
-    (segment,) = engine.segments.register("bench")
-    count = 0
+class EngineRun:
+    """A plane's engine and log, and what producers and ranks would have them do: groups accepted, steps trained."""
 
-    def accept(groups: int) -> None:
-        nonlocal count
-        for _ in range(groups):
-            ids = tuple(f"g{count}/{i}" for i in range(16))
-            one = msgspec.structs.replace(made[count % 8], group=f"g{count}", ids=ids)
-            location = f"{segment}:{count * _BYTES}:{_BYTES}"
+    def __init__(self, folder: Path, settings: PlaneSettings, *, synced: bool = True) -> None:
+        self.log = open_log(folder, settings)
+        if not synced:
+            _set_sync(self.log, settings.log, wanted=False)
+        self.engine = Engine(settings, self.log, storage_of(settings, folder))
+        self._builder = StepBuilder(settings.packing, self.engine.storage)
+        self._made = make_metadata(8)
+        self._per_step = settings.target.amount
+        (self._segment,) = self.engine.segments.register("bench")
+        self._plans: dict[int, PlannedStep] = {}
+        self._count = self._step = 0
+
+    def accept(self, groups: int) -> None:
+        """Accept groups whose frames were written by somebody else, with one transaction."""
+        engine = self.engine
+        for number in range(self._count, self._count + groups):
+            ids = tuple(f"g{number}/{i}" for i in range(16))
+            one = msgspec.structs.replace(self._made[number % 8], group=f"g{number}", ids=ids)
+            location = f"{self._segment}:{number * _BYTES}:{_BYTES}"
             engine.segments.expect(location, "bench")
             group = Incoming(
-                id=one.group, digest=one.digests[0], size=_BYTES, tickets=[count], location=location, metadata=one
+                id=one.group, digest=one.digests[0], size=_BYTES, tickets=[number], location=location, metadata=one
             )
             assert engine.acceptance.offer(group) is True
             engine.acceptance.arrive(group)
-            count += 1
+        self._count += groups
         assert all(outcome.error is None for outcome in engine.acceptance.flush())
 
-    plans: dict[int, PlannedStep] = {}
-    for step in range(1, steps + 1):
-        accept(4)
-        drawn = engine.draw_step(step)
+    def train(self) -> None:
+        """Draw, plan, record, deliver and commit a step."""
+        self._step += 1
+        drawn = self.engine.draw_step(self._step)
         assert isinstance(drawn, Drawn), drawn
-        if step % 2 not in plans:  # the groups of every second step are alike
-            plans[step % 2] = builder.plan([GroupMetadata.from_bytes(data) for data in drawn.metadata])
-        engine.record(drawn, plans[step % 2])
-        engine.received(step)
-        engine.commit(step, None)
+        at = int(drawn.groups[0].group[1:]) % 8
+        if at not in self._plans:  # every eighth group has the same lengths
+            self._plans[at] = self._builder.plan([GroupMetadata.from_bytes(data) for data in drawn.metadata])
+        self.engine.record(drawn, self._plans[at])
+        self.engine.received(self._step)
+        self.engine.commit(self._step, None)
+
+
+def fill(folder: Path, settings: PlaneSettings, held: int, steps: int) -> None:
+    """Accept groups and train steps as a plane does, and be killed in the middle of it."""
+    run = EngineRun(folder, settings, synced=False)
+    for _ in range(steps):
+        run.accept(4)
+        run.train()
     for at in range(0, held, 500):
-        accept(min(500, held - at))
+        run.accept(min(500, held - at))
     os.kill(os.getpid(), signal.SIGKILL)
 
 

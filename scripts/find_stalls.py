@@ -5,8 +5,9 @@
   python scripts/find_stalls.py --disturb                             beside a process that syncs small files
 
 For each slow round it prints what the plane recorded (turns, commits and writes above 100 ms), the longest put, and
-what the kernel counted meanwhile: seconds in which some task of the machine waited for a processor, the disk or memory
-(/proc/pressure), and TCP timeouts. A slow round whose pressure is far shorter than the round waited for us.
+what the kernel counted meanwhile: how long threads of the system could have run and got no core (schedstat), seconds
+in which some task of the machine waited for a core, the disk or memory (/proc/pressure), and TCP timeouts. A slow round
+in which none of these is about as long as the round waited for something of ours.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from benchmarks.disk import disk_folder  # noqa: E402
+from benchmarks.programs.serving import tree_of  # noqa: E402
 from benchmarks.running import Program, Wanted, started  # noqa: E402
 
 _DISTURB = """
@@ -79,9 +81,9 @@ def _run(programs: dict[str, Program], args: argparse.Namespace) -> list[dict[st
     for number in range(args.rounds + 1):
         for name, program in programs.items():
             system = "queue" if name == "TransferQueue" else "plane"
-            before, began = _counted(), time.time()
+            before, began = _counted(program.pid), time.time()
             took = program.round(system=system, case=args.case, ranks=2, transport=name, round=number)
-            after = _counted()
+            after = _counted(program.pid)
             kernel = {key: after[key] - before[key] for key in after}
             one = {"system": name, "round": number, "at": began, "load": os.getloadavg()[0], **took, **kernel}
             if args.json:
@@ -92,9 +94,9 @@ def _run(programs: dict[str, Program], args: argparse.Namespace) -> list[dict[st
     return rounds
 
 
-def _counted() -> dict[str, float]:
-    """Seconds that some task waited, by what for, and TCP timeouts, since the machine started."""
-    found = {}
+def _counted(root: int) -> dict[str, float]:
+    """Seconds that some task waited, by what for, that threads of a system waited for a core, and TCP timeouts."""
+    found = {"waited_own_s": _waited_for_core_s(root)}
     for kind in ("cpu", "io", "memory"):
         try:
             line = Path(f"/proc/pressure/{kind}").read_text().splitlines()[0]
@@ -103,6 +105,16 @@ def _counted() -> dict[str, float]:
         found[f"waited_{kind}_s"] = int(line.rpartition("=")[2]) / 1e6
     names, values = (line.split() for line in Path("/proc/net/netstat").read_text().splitlines()[:2])
     return found | {"tcp_timeouts": float(values[names.index("TCPTimeouts")])}
+
+
+def _waited_for_core_s(root: int) -> float:
+    """Seconds that the threads of a process and its descendants could have run and did not."""
+    total_ns = 0
+    for pid in tree_of(root):
+        for stat in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            with suppress(OSError):
+                total_ns += int(stat.read_text().split()[1])
+    return total_ns / 1e9
 
 
 def _report(rounds: list[dict[str, Any]], above: float) -> None:
@@ -121,12 +133,12 @@ def _report(rounds: list[dict[str, Any]], above: float) -> None:
 
 
 def _explain(one: dict[str, Any]) -> None:
-    waited = ", ".join(f"{key[7:-2]} {one[key]:.2f}" for key in one if key.startswith("waited_"))
+    waited = ", ".join(f"{key[7:-2]} {one[key]:.2f}" for key in one if key.startswith("waited_") and key[7:10] != "own")
     clock = time.strftime("%H:%M:%S", time.localtime(one["at"]))
     print(
         f"  round {one['round']} at {clock}: {one['seconds'] * 1e3:.0f} ms, CPU {one['cpu_s'] * 1e3:.0f} ms, longest "
-        f"put {one['longest_put_s'] * 1e3:.0f} ms; some task waited, s: {waited}; "
-        f"TCP timeouts {one['tcp_timeouts']:.0f}; load {one['load']:.1f}"
+        f"put {one['longest_put_s'] * 1e3:.0f} ms; its threads waited {one['waited_own_s']:.2f} s for a core; a task of "
+        f"the machine waited, s: {waited}; TCP timeouts {one['tcp_timeouts']:.0f}; load {one['load']:.1f}"
     )
     for line in one["slow"]:
         print(f"    {line}")
