@@ -137,7 +137,7 @@ def _explain(one: dict[str, Any]) -> None:
     clock = time.strftime("%H:%M:%S", time.localtime(one["at"]))
     print(
         f"  round {one['round']} at {clock}: {one['seconds'] * 1e3:.0f} ms, CPU {one['cpu_s'] * 1e3:.0f} ms, longest "
-        f"put {one['longest_put_s'] * 1e3:.0f} ms; its threads waited {one['waited_own_s']:.2f} s for a core; a task of "
+        f"put {one['longest_put_s'] * 1e3:.0f} ms; its threads waited {one['waited_own_s']:.2f} s for a core; some of "
         f"the machine waited, s: {waited}; TCP timeouts {one['tcp_timeouts']:.0f}; load {one['load']:.1f}"
     )
     for line in one["slow"]:
