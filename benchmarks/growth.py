@@ -55,7 +55,7 @@ def run(*, full: bool = False, progress: Progress = lambda _: None, scale: float
         progress("ranks")
         rows += _ranks(*_sized(scale, 64, 256, 1_024), groups=max(int(256 * scale), 4))
         progress("lengths of samples")
-        rows += _lengths(*_sized(scale, 512, 4_096, 32_768, 131_072))
+        rows += _lengths(*(max(length, 64) for length in _sized(scale, 512, 4_096, 32_768, 131_072)))
         progress("producers")
         rows += _producers(folder / "producers", *((1, 2, 8, 32) if full else (1, 2, 8)), each=max(int(160 * scale), 8))
         progress("exported steps")
