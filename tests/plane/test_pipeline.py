@@ -20,11 +20,14 @@ from penstock.log import SqliteLog
 from penstock.plane.acceptance import Outcome
 from penstock.plane.engine import Engine
 from penstock.plane.intake import Intake
+from penstock.plane.loop import PlaneLoop
 from penstock.plane.pipeline import AlteredOnTheWay, Pipeline, pipeline_of
 from penstock.plane.step_builder import StepBuilder
 from penstock.plane.workers import Inline, Threads, Workers
+from penstock.protocol import Ask, Status, pack_message, read_from_plane
 from penstock.protocol.steps import Staged
 from penstock.storage import MemoryStorage
+from penstock.transport.memory import MemoryPlane
 from tests.support.engines import DirectEngine, damage_frame
 from tests.support.gated_plane import (
     PATIENCE_S,
@@ -321,3 +324,19 @@ def trained(plane: ps.Plane, *, count: int) -> Iterator[dict[int, set[str]]]:
     finally:
         for source in ranks:
             source.close()
+
+
+def test_what_arrived_while_the_log_was_slow_is_handled_at_once_afterwards() -> None:
+    """It was taken off the socket, so no message announces it: the loop waited a quarter of a second for another."""
+    memory, log = MemoryPlane(), SqliteLog(None)
+    loop = PlaneLoop(settings_of(), log, [memory])
+    client = memory.connect()
+    client.send(pack_message(Ask(ticket=7), bytes.fromhex(log.run_id)))
+    log.while_waiting()  # as a slow commit in PostgreSQL calls it
+    assert client.receive(0) is None
+    assert loop._patience_s() == 0.0
+    loop.turn(time.monotonic())
+    answer = client.receive(0)
+    assert answer is not None and isinstance(found := read_from_plane(answer[0]), Status) and found.ticket == 7
+    assert loop._patience_s() > 0.0
+    loop._close()

@@ -178,7 +178,10 @@ class PlaneLoop:
             self._workers.wake.call()  # the loop may wait for a message, for up to a quarter of a second
 
     def _patience_s(self) -> float:
-        """Return how long to wait for a message: until timeouts or a transport without a descriptor must be checked."""
+        """Return how long to wait for a message: until timeouts or a transport without a descriptor must be checked.
+        Messages that arrived while the log was slow are not announced again, so they are not waited for."""
+        if self._early:
+            return 0.0
         looks = [transport.poll_s for transport in self._transports if transport.poll_s is not None]
         return min([self.settings.timeouts.heartbeat_s / 4, 0.25, *looks])
 
