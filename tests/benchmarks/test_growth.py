@@ -1,8 +1,11 @@
-"""The benchmarks of growth, of starting and of small groups at a tiny size: every row is there, and has what the contract asks for."""
+"""The benchmarks of growth, of starting and of small groups: every row is there, as the contract asks."""
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks import growth, small, start
+from benchmarks.path import LISTS, OURS
 from benchmarks.report import as_json, as_table
 
 
@@ -24,9 +27,15 @@ def test_start_measures_each_kind_of_start() -> None:
     assert 10 < (rows["modules of ours in a producer that put a group"].ours or 0) < 400
 
 
-def test_small_groups_are_measured_in_all_processes() -> None:
-    rows = {(row.name, row.rival_name): row for row in small.run(rounds=1)}
-    cost = rows["16 x 512 tokens, direct: CPU of a group", ""]
-    assert cost.target == 2.0 and (cost.ours or 0) > 0 and "plane" in cost.note
-    assert rows["16 x 512 tokens, tcp: a step", "TransferQueue"].skipped == "no --rivals interpreter"
-    assert (rows["16 x 512 tokens, tcp: a step of 64 groups", "ZeroMQ + msgpack lists"].ratio or 0) > 0
+def test_small_groups_cost_processor_time_in_all_processes() -> None:
+    """The programs are those of the path, and run in its test."""
+    ours = OURS["direct"]
+    took = {"seconds": 0.5, "cpu_s": 0.128, "plane_cpu_s": 0.032, "rank_cpu_s": 0.016}
+    cost, queue, lists = small._rows(
+        ours, {ours.name: [took], LISTS.name: [took]}, {"rivals": "no --rivals interpreter"}
+    )
+    assert cost.ours == pytest.approx(2.0) and (cost.target, cost.ok) == (2.0, True)
+    assert cost.note.startswith("plane 0.50 ms, ranks 0.25 ms")
+    assert (queue.skipped, lists.ratio) == ("no --rivals interpreter", 1.0)
+    (failed,) = small._rows(ours, {}, {ours.name: "it failed"})
+    assert failed.skipped == "it failed"
