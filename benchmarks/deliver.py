@@ -32,7 +32,7 @@ from benchmarks.links import (
     RawZmqRankLink,
     digest,
 )
-from benchmarks.report import Row, faster
+from benchmarks.report import Row, Spread, faster
 from penstock.client import client_transport, plane_transport
 from penstock.server.watchdog import die_with_parent
 
@@ -95,11 +95,7 @@ def _empty_rows(times: dict[str, list[float]]) -> list[Row]:
 
 
 def _spreads(times: dict[str, list[float]], *names: str) -> str:
-    def spread(name: str) -> str:
-        low, middle, high = min(times[name]), statistics.median(times[name]), max(times[name])
-        return f"{name} {low * 1e3:.2f} to {high * 1e3:.2f} ms, median {middle * 1e3:.2f}"
-
-    return "; ".join(spread(name) for name in names)
+    return "; ".join(f"{name} {Spread.of(times[name])}" for name in names)
 
 
 def _measure(

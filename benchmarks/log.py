@@ -2,20 +2,23 @@
 
 Logs take turns on one disk, with the rows and metadata that a plane writes. The PostgreSQL server is one of its own, on
 this host, with its defaults. For a restart one process fills a log through the engine and is killed; another opens it
-and rebuilds its memory. As a program, `python -m benchmarks.log fill|restart ...`, this module is either of them.
+and rebuilds its memory. Filling waits for no sync: a process that is killed loses nothing by that, only a power cut
+would. As a program, `python -m benchmarks.log fill|restart ...`, this module is either of them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -28,16 +31,16 @@ from benchmarks.programs.plane import SEQ_LEN
 from benchmarks.report import Row, skipped
 from penstock.errors import PenstockError
 from penstock.frames import GroupMetadata
-from penstock.log import GroupRow, Log
+from penstock.log import GroupRow, Log, PostgresLog, SqliteLog
 from penstock.packing import Packing
 from penstock.plane.engine import Drawn, Engine
 from penstock.plane.intake import Incoming
 from penstock.plane.opening import open_log, storage_of
 from penstock.plane.settings import PlaneSettings, Replay, Target
-from penstock.plane.step_builder import StepBuilder
+from penstock.plane.step_builder import PlannedStep, StepBuilder
 
 _PER_COMMIT = 8
-_HELD, _STEPS, _FULL_STEPS = 100_000, 200, 10_000
+_HELD, _STEPS = 100_000, 10_000
 _BYTES = 100_000
 """Of a frame."""
 _P99_MS, _RESTART_S = 10.0, {"SQLite": 4.0, "PostgreSQL": 6.0}
@@ -53,7 +56,7 @@ def run(
     steps: int | None = None,
 ) -> list[Row]:
     """`commits`, `held` and `steps` are for tests."""
-    commits, steps = commits or (2000 if full else 500), steps or (_FULL_STEPS if full else _STEPS)
+    commits, steps = commits or (2000 if full else 500), steps or _STEPS
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="penstock-log-")))
         addresses: dict[str, str | None] = {"SQLite": None}
@@ -66,8 +69,12 @@ def run(
         except (ImportError, PenstockError) as error:
             missing = f"no PostgreSQL: {error}"
         rows = _commits(folder, addresses, commits, progress)
+        progress(f"a run of {steps:,} steps")
+        last = max(steps // 100, 1)
+        _fill(folder / "run", None, held + 4 * last, steps - last)
         for name, address in addresses.items():
-            rows.append(_restart(folder / f"restart-{name}", name, address, held, steps, progress))
+            progress(f"{name}: the last steps, and a restart")
+            rows.append(_restart(folder, name, address, last))
     return rows if not missing else [*rows, skipped("PostgreSQL, commit of 8 groups, p99", missing)]
 
 
@@ -135,17 +142,69 @@ def _opened(folder: Path, settings: PlaneSettings) -> Iterator[Log]:
 # ------------------------------------------------------------------ restarts
 
 
-def _restart(folder: Path, name: str, address: str | None, held: int, steps: int, progress: Progress) -> Row:
-    progress(f"filling {name}")
-    arguments = [str(folder), address or "", str(held), str(steps)]
-    done = _program("fill", *arguments)
+def _fill(folder: Path, address: str | None, held: int, steps: int) -> None:
+    done = _program("fill", str(folder), address or "", str(held), str(steps))
+    _set_sync(None, address, wanted=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    progress(f"starting again on {name}")
-    found = json.loads(_program("restart", *arguments).stdout)
-    assert found["held"] == held, found
-    title = f"{name}, restart after kill -9, {held:,} held groups"
-    note = f"{steps:,} committed steps; from opening the log to an engine that could serve"
+
+
+def _restart(folder: Path, name: str, address: str | None, last: int) -> Row:
+    """Copy the run, train its last steps there, kill the plane and start another one.
+
+    PostgreSQL would be a round trip for each of the 40,000 transactions of a long run: many minutes on a busy machine.
+    """
+    own = folder / f"restart-{name}"
+    if address is None:
+        shutil.copytree(folder / "run", own)
+    else:
+        copy_log(folder / "run", own, address)
+    _fill(own, address, 0, last)
+    found = json.loads(_program("restart", str(own), address or "").stdout)
+    title = f"{name}, restart after kill -9, {found['held']:,} held groups, {found['steps']:,} committed steps"
+    note = f"CPU {found['cpu_s']:.2f} s; from opening the log to an engine that could serve"
     return Row(name=title, ours=found["seconds"], unit="s", target=_RESTART_S[name], bound="max", note=note)
+
+
+def copy_log(source: Path, target: Path, address: str) -> None:
+    """Copy a SQLite log that no plane has open, and its storage, to PostgreSQL: the tables are the same."""
+    import psycopg
+
+    from penstock.log.postgres_address import schema_of
+    from penstock.log.postgres_schema import COLUMNS
+
+    settings = settings_of(address, "restart")
+    log = open_log(target, settings)
+    assert isinstance(log, PostgresLog)
+    with closing(sqlite3.connect(source / "log.sqlite")) as had, psycopg.connect(address) as connection:
+        connection.execute(f'SET search_path TO "{schema_of(settings.run)}"')
+        for table, columns in COLUMNS.items():
+            connection.execute(f"TRUNCATE {table}")
+            names, kinds = ", ".join(columns), columns.values()
+            with connection.cursor().copy(f"COPY {table} ({names}) FROM STDIN") as copy:
+                for row in had.execute(f"SELECT {names} FROM {table}"):  # noqa: S608 - our own names
+                    copy.write_row([str(one) if kind == "text" else one for one, kind in zip(row, kinds, strict=True)])
+        for name in ("format", "run_id", "epoch", "commits"):  # in a table of their own
+            connection.execute("DELETE FROM meta WHERE name = %s", (name,))
+        meta = dict(had.execute("SELECT name, value FROM meta"))
+    log.move_past(meta["run_id"], epoch=int(meta["epoch"]), commits=int(meta["commits"]))
+    log.close()
+    shutil.rmtree(target / "storage", ignore_errors=True)
+    shutil.copytree(source / "storage", target / "storage")
+
+
+def _set_sync(log: Log | None, address: str | None, *, wanted: bool) -> None:
+    """Have the database wait for its disk or not. After a plane has connected: it refuses a server that does not."""
+    if isinstance(log, SqliteLog):
+        log.rows(f"PRAGMA synchronous={'FULL' if wanted else 'OFF'}")
+    if address is None:
+        return
+    import psycopg
+
+    with psycopg.connect(address, autocommit=True) as connection:
+        connection.execute(f"ALTER SYSTEM SET fsync = {'on' if wanted else 'off'}")
+        connection.execute("SELECT pg_reload_conf()")
+        if wanted:
+            connection.execute("CHECKPOINT")
 
 
 def _program(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -153,48 +212,70 @@ def _program(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def fill(folder: Path, settings: PlaneSettings, held: int, steps: int) -> None:
-    """Accept groups and train steps as a plane does, and be killed in the middle of it."""
-    log = open_log(folder, settings)
-    engine = Engine(settings, log, storage_of(settings, folder))
-    builder = StepBuilder(settings.packing, engine.storage)
-    made = make_metadata(8)
-    (segment,) = engine.segments.register("bench")
-    count = 0
+class EngineRun:
+    """A plane's engine and log, and what producers and ranks would have them do: groups accepted, steps trained."""
 
-    def accept(groups: int) -> None:
-        nonlocal count
-        for _ in range(groups):
-            ids = tuple(f"g{count}/{i}" for i in range(16))
-            one = msgspec.structs.replace(made[count % 8], group=f"g{count}", ids=ids)
-            location = f"{segment}:{count * _BYTES}:{_BYTES}"
+    def __init__(self, folder: Path, settings: PlaneSettings, *, synced: bool = True) -> None:
+        self.log = open_log(folder, settings)
+        if not synced:
+            _set_sync(self.log, settings.log, wanted=False)
+        self.engine = Engine(settings, self.log, storage_of(settings, folder))
+        self._builder = StepBuilder(settings.packing, self.engine.storage)
+        self._made = make_metadata(8)
+        self._per_step = settings.target.amount
+        (self._segment,) = self.engine.segments.register("bench")
+        self._plans: dict[int, PlannedStep] = {}
+        self._count = sum(1 for _ in self.log.groups())
+        self._step = self.engine.last_step
+
+    def accept(self, groups: int) -> None:
+        """Accept groups whose frames were written by somebody else, with one transaction."""
+        engine = self.engine
+        for number in range(self._count, self._count + groups):
+            ids = tuple(f"g{number}/{i}" for i in range(16))
+            one = msgspec.structs.replace(self._made[number % 8], group=f"g{number}", ids=ids)
+            location = f"{self._segment}:{number * _BYTES}:{_BYTES}"
             engine.segments.expect(location, "bench")
             group = Incoming(
-                id=one.group, digest=one.digests[0], size=_BYTES, tickets=[count], location=location, metadata=one
+                id=one.group, digest=one.digests[0], size=_BYTES, tickets=[number], location=location, metadata=one
             )
             assert engine.acceptance.offer(group) is True
             engine.acceptance.arrive(group)
-            count += 1
+        self._count += groups
         assert all(outcome.error is None for outcome in engine.acceptance.flush())
 
-    for step in range(1, steps + 1):
-        accept(4)
-        drawn = engine.draw_step(step)
+    def train(self) -> None:
+        """Draw, plan, record, deliver and commit a step."""
+        self._step += 1
+        drawn = self.engine.draw_step(self._step)
         assert isinstance(drawn, Drawn), drawn
-        engine.record(drawn, builder.plan([GroupMetadata.from_bytes(data) for data in drawn.metadata]))
-        engine.received(step)
-        engine.commit(step, None)
+        at = int(drawn.groups[0].group[1:]) % 8
+        if at not in self._plans:  # every eighth group has the same lengths
+            self._plans[at] = self._builder.plan([GroupMetadata.from_bytes(data) for data in drawn.metadata])
+        self.engine.record(drawn, self._plans[at])
+        self.engine.received(self._step)
+        self.engine.commit(self._step, None)
+
+
+def fill(folder: Path, settings: PlaneSettings, held: int, steps: int) -> None:
+    """Accept groups and train steps as a plane does, and be killed in the middle of it."""
+    run = EngineRun(folder, settings, synced=False)
+    for _ in range(steps):
+        if held:  # else it continues a run, and trains what that holds
+            run.accept(4)
+        run.train()
     for at in range(0, held, 500):
-        accept(min(500, held - at))
+        run.accept(min(500, held - at))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def restart(folder: Path, settings: PlaneSettings) -> dict[str, float]:
     """Seconds until a plane could serve."""
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time_ns()
     log = open_log(folder, settings)
     engine = Engine(settings, log, storage_of(settings, folder))
-    found = {"seconds": time.perf_counter() - begin, "held": len(engine.tenant_tables)}
+    found = {"seconds": time.perf_counter() - begin, "held": len(engine.tenant_tables), "steps": engine.next_step - 1}
+    found["cpu_s"] = (time.process_time_ns() - cpu) / 1e9
     log.close()
     return found
 

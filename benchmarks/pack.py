@@ -7,7 +7,6 @@ larger of an even share of everything and the sum of the samples that no row can
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from benchmarks.lengths import DISTRIBUTIONS, draw
 from benchmarks.list_path import MULTIPLE, ToTensors, as_lists, lists_to_tensors, make_samples
 from benchmarks.packers import RIVALS, Grid, first_fit_plain, greedy_ffd, kk_kk
-from benchmarks.report import Row, best, skipped
+from benchmarks.report import Row, best, faster, skipped
 from penstock.packing import Cost, Packing, SampleMetadata, plan
 from penstock.packing.bins import Caps, Items
 from penstock.packing.row_targets import forced_costs, lower_bound
@@ -263,9 +262,6 @@ def _time_rows(*, full: bool, progress: Callable[[str], None]) -> list[Row]:
         given = case("grpo", count, 32_768, 64)
         metadata = traits_of(given.lengths)
         packing = Packing(ranks=64, seq_len=32_768, pad_to_multiple_of=MULTIPLE)
-        (seconds,) = best(partial(plan, metadata, packing), repeats=7, budget_s=6.0)
-        name = f"planning {count:,} samples for 64 ranks"
-        rows.append(Row(name=name, ours=seconds * 1e3, unit="ms", target=target, bound="max"))
         arguments = (given.lengths, given.costs, 64, given.cap)
         rivals: dict[str, Callable[[], Any]] = {"greedy + ffd (AReaL)": partial(greedy_ffd, *arguments)}
         if count <= (32_768 if full else 4_096):
@@ -273,15 +269,11 @@ def _time_rows(*, full: bool, progress: Callable[[str], None]) -> list[Row]:
         if count <= 4_096:
             order = np.argsort(-given.lengths, kind="stable").tolist()
             rivals["FFD, plain loop (prime-rl)"] = partial(first_fit_plain, given.lengths.tolist(), order, given.cap)
-        for rival, call in rivals.items():
-            started = time.process_time()
-            call()
-            other = time.process_time() - started
-            rows.append(
-                Row(
-                    name=name, ours=seconds * 1e3, rival=other * 1e3, rival_name=rival, ratio=other / seconds, unit="ms"
-                )
-            )
+        seconds, *others = best(partial(plan, metadata, packing), *rivals.values(), repeats=7, budget_s=6.0)
+        name = f"planning {count:,} samples for 64 ranks"
+        spread = seconds.spread
+        rows.append(Row(name=name, ours=seconds * 1e3, unit="ms", target=target, bound="max", ours_ms=spread))
+        rows += [faster(name, seconds, other, rival) for rival, other in zip(rivals, others, strict=True)]
     return rows
 
 
@@ -294,17 +286,13 @@ def _tensor_rows() -> list[Row]:
     samples = make_samples()
     packing = Packing(ranks=2, seq_len=32_768, pad_to_multiple_of=MULTIPLE)
     call, rival = ToTensors(samples, packing), partial(lists_to_tensors, as_lists(samples), 2, packing.cap)
-    mine, theirs = best(call, rival, repeats=5, budget_s=12)
-    # Ours is so much shorter that five tries would measure the machine; more of them cost nothing.
-    mine = min(mine, *best(call, repeats=20, budget_s=2))
+    mine, theirs = best(call, rival, repeats=9, budget_s=15)
     return [
-        Row(
-            name=f"{len(samples)} samples, {samples.num_tokens:,} tokens: plan + fill + tensors for 2 ranks",
-            ours=mine * 1e3,
-            rival=theirs * 1e3,
-            rival_name="lists",
-            ratio=theirs / mine,
-            unit="ms",
+        faster(
+            f"{len(samples)} samples, {samples.num_tokens:,} tokens: plan + fill + tensors for 2 ranks",
+            mine,
+            theirs,
+            "lists",
             target=80.0,
             note="from memory, arrays here and lists there, to seven columns; ours fills the same memory each time",
         )

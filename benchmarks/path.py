@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from benchmarks import plane_work
 from benchmarks.disk import disk_folder
-from benchmarks.report import Row, faster, skipped
+from benchmarks.report import Row, Spread, faster, skipped
 from benchmarks.running import Program, Wanted, WayFailed, started
 
 PREVIOUS = "462be9a"
@@ -243,9 +243,9 @@ def _typical(rounds: Rounds) -> float:
 
 def _spent(system: System, rounds: Rounds) -> str:
     """Describe spread, CPU and memory."""
-    times = [took["seconds"] * 1e3 for took in rounds]
+    spread = Spread.of([took["seconds"] for took in rounds])
     cpu, plane, ranks = (sum(took[f"{name}cpu_s"] for took in rounds) / len(rounds) for name in ("", "plane_", "rank_"))
     peaks = {name: max(took[f"{name}_bytes"] for took in rounds) / 1e6 for name in ("plane", "rank")}
     memory = f"a rank {peaks['rank']:,.0f} MB" + (f", in between {peaks['plane']:,.0f}" if peaks["plane"] else "")
     spent = f"CPU {cpu:.2f} s (plane {plane:.2f}, ranks {ranks:.2f})"
-    return f"{system.name} {min(times):,.0f} to {max(times):,.0f} ms ({median(times):,.0f}), {spent}, {memory}"
+    return f"{system.name} {spread}, {spent}, {memory}"

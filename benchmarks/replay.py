@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count, cycle
 from pathlib import Path
@@ -274,7 +274,7 @@ def _target(what: str, n: int, size: int, rival: str) -> float | None:
 
 
 def _rates(
-    what: str, n: int, size: int, num_items: int, seconds: list[float], rivals: list[Buffer], absent: dict[str, str]
+    what: str, n: int, size: int, num_items: int, seconds: Sequence[float], rivals: list[Buffer], absent: dict[str, str]
 ) -> list[Row]:
     name, mine = f"{what} {n} of {size:,}", num_items / seconds[0] / 1e6
     rows = [

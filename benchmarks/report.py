@@ -8,21 +8,57 @@ is not there says so in `skipped`: it neither meets its target nor misses it.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import platform
+import statistics
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from penstock.version import __version__
 
 WIDTH = 100
 """Characters of a line of the table for people."""
 _RIVAL_NAME = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Minimum, median and 95th percentile of the rounds, in milliseconds."""
+
+    min: float
+    median: float
+    p95: float
+    rounds: int
+
+    @staticmethod
+    def of(seconds: Sequence[float]) -> Spread:
+        """
+        >>> str(Spread.of([0.003, 0.001, 0.002]))
+        'min 1, median 2, p95 3 ms of 3'
+        """
+        ordered = sorted(one * 1e3 for one in seconds)
+        p95 = ordered[math.ceil(0.95 * (len(ordered) - 1))]
+        return Spread(ordered[0], statistics.median(ordered), p95, len(ordered))
+
+    def __str__(self) -> str:
+        return f"min {_number(self.min)}, median {_number(self.median)}, p95 {_number(self.p95)} ms of {self.rounds}"
+
+
+class Seconds(float):
+    """The minimum of the rounds of one call, with their spread."""
+
+    spread: Spread
+
+    def __new__(cls, rounds: Sequence[float]) -> Self:
+        made = super().__new__(cls, min(rounds))
+        made.spread = Spread.of(rounds)
+        return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +79,9 @@ class Row:
     note: str = ""
     skipped: str = ""
     """Why there is no rival, or no figure, in this run; "" where there is."""
+    ours_ms: Spread | None = None
+    """The rounds that `ours` was chosen from, where it is a time."""
+    rival_ms: Spread | None = None
 
     @property
     def ok(self) -> bool | None:
@@ -66,6 +105,8 @@ def faster(
         unit="ms",
         target=target,
         note=note,
+        ours_ms=getattr(ours_s, "spread", None),
+        rival_ms=getattr(rival_s, "spread", None),
     )
 
 
@@ -102,31 +143,32 @@ def smaller(
 def interleave(*calls: Callable[[], object], repeats: int = 7, budget_s: float = 20.0) -> list[list[float]]:
     """CPU seconds of each call in each round; rounds alternate between the calls so noise hits all alike.
 
-    CPU time rather than wall time: what else runs on the machine then matters less. Stops early when the
-    budget is spent, but never before two rounds.
+    CPU time rather than wall time: what else runs on the machine then matters less. A first round of every call, ours
+    and theirs, warms up and does not count. Stops early when the budget is spent, but never before two rounds.
     """
     times: list[list[float]] = [[] for _ in calls]
     started = time.perf_counter()
     enabled = gc.isenabled()
     gc.disable()
     try:
-        for round_number in range(repeats):
+        for round_number in range(-1, repeats):
             if round_number >= 2 and time.perf_counter() - started > budget_s:
                 break
             for call, sink in zip(calls, times, strict=True):
                 gc.collect()
-                begin = time.process_time()
+                begin = time.process_time_ns()
                 call()
-                sink.append(max(time.process_time() - begin, 1e-9))
+                if round_number >= 0:
+                    sink.append(max(time.process_time_ns() - begin, 1) / 1e9)
     finally:
         if enabled:
             gc.enable()
     return times
 
 
-def best(*calls: Callable[[], object], repeats: int = 7, budget_s: float = 20.0) -> list[float]:
+def best(*calls: Callable[[], object], repeats: int = 7, budget_s: float = 20.0) -> list[Seconds]:
     """The minimum CPU seconds of each call over interleaved rounds."""
-    return [min(times) for times in interleave(*calls, repeats=repeats, budget_s=budget_s)]
+    return [Seconds(times) for times in interleave(*calls, repeats=repeats, budget_s=budget_s)]
 
 
 def machine() -> dict[str, Any]:
@@ -195,11 +237,17 @@ def as_table(bench: str, rows: Sequence[Row]) -> str:
         WIDTH,
         subsequent_indent="  ",
     )
-    notes = [f"{row.name}: {row.note}" for row in rows if row.note]
+    notes = [f"{row.name}: {note}" for row in rows if (note := "; ".join(filter(None, (_spreads(row), row.note))))]
     notes += [f"skipped: {why}" for why in dict.fromkeys(row.skipped for row in rows if row.skipped)]
     for note in notes:
         lines += textwrap.wrap(note, WIDTH, initial_indent="  ", subsequent_indent="    ")
     return "\n".join(lines)
+
+
+def _spreads(row: Row) -> str:
+    """The rounds of a row that is a time."""
+    found = (("ours", row.ours_ms), (row.rival_name, row.rival_ms))
+    return "; ".join(f"{name} {spread}" for name, spread in found if spread is not None)
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:

@@ -49,6 +49,10 @@ class Program:
         """The systems it can run; set once it is `ready`."""
         self.versions: dict[str, str] = {}
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def wait(self) -> None:
         """Until it is ready."""
         answer = self._answer(START_S)

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
 
 import penstock as ps
+from penstock.commands import top
 from penstock.plane.telemetry import BOUNDS, COUNTS, Durations, Marks
 from penstock.server import PlaneProcess
+from penstock.storage import MemoryStorage, Pieces, Writer, new_segment_name
+from penstock.storage.in_memory import MemorySegment
+from tests.support.groups import named_group
 from tests.support.plane_processes import SMALL
 
 ROOT = Path(__file__).parent.parent
@@ -97,8 +104,7 @@ def test_durations_are_counted_by_bucket_and_long_ones_logged(caplog: pytest.Log
         durations.add("turn", 0.3, lambda: "planning 299 ms")
         for _ in range(200):
             durations.add("commit", 11.0)
-        with durations.timed("write", "2 groups"):
-            pass
+        durations.add("write", 0.2, "2 frames")
     found = durations.as_dict()
     assert sum(found["turn"]["counts"]) == 2 and found["turn"]["counts"][0] == 1
     assert found["turn"]["counts"][BOUNDS.index(0.5)] == 1
@@ -106,6 +112,9 @@ def test_durations_are_counted_by_bucket_and_long_ones_logged(caplog: pytest.Log
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == "slow turn: 300 ms, planning 299 ms (1 so far)"
     assert len([line for line in lines if "commit" in line]) == 11  # ten, and the hundredth
+    slow = durations.slow()  # lists what the log leaves out, and never grows
+    assert slow["counts"] == {"turn": 1, "commit": 200, "write": 1} and len(slow["last"]) == 32
+    assert (slow["last"][-1]["work"], slow["last"][-1]["doing"]) == ("write", "2 frames")
 
 
 def test_the_longest_part_of_a_turn_is_named() -> None:
@@ -116,3 +125,44 @@ def test_the_longest_part_of_a_turn_is_named() -> None:
     sum(range(200_000))
     marks.mark("planning")
     assert marks.longest().startswith("planning ")
+
+
+def test_top_shows_the_last_slow_piece_of_work() -> None:
+    durations = Durations()
+    durations.add("turn", 0.2, "planning 199 ms, CPU 1 ms")
+    durations.add("commit", 0.4123, "lock 0 ms, sync 412 ms, witness 0 ms, 858 bytes of blobs")
+    with ps.open("memory:", ranks=1, seq_len=64, groups_per_step=1) as plane:
+        status = plane.status()
+        assert status["slow"].keys() == durations.slow().keys()
+    (line,) = [one for one in top.page(top._from_plane(status | {"slow": durations.slow()}), {}) if one[:4] == "slow"]
+    assert line.startswith("slow       1 turns, 1 commits above 100 ms; the last at ")
+    assert line.endswith(": commit 412 ms (lock 0 ms, sync 412 ms, witness 0 ms, 858 bytes of blobs)")
+
+
+def test_a_slow_commit_and_a_slow_write_are_recorded_with_what_they_did(tmp_path: Path) -> None:
+    """Every commit and write is slow here: the threshold is zero."""
+    with ps.open(tmp_path / "run", ranks=1, seq_len=64, groups_per_step=1, direct=False) as plane:
+        assert plane._server is not None
+        plane._server.engine.durations._slow_s = 0.0
+        plane.put(named_group("a"))
+        found = {one["work"]: one["doing"] for one in plane.status()["slow"]["last"]}
+    assert re.fullmatch(r"lock \d+ ms, sync \d+ ms, witness \d+ ms, [\d,]+ bytes of blobs", found["commit"])
+    assert re.fullmatch(r"1 frames, [\d,]+ bytes", found["write"])
+    assert re.fullmatch(r"[a-z ]+ \d+ ms, CPU \d+ ms", found["turn"])
+
+
+def test_a_worker_logs_its_own_slow_writes(caplog: pytest.LogCaptureFixture) -> None:
+    class SlowSegment(MemorySegment):
+        def append(self, frames: Sequence[Pieces], deadline: float = math.inf) -> list[str]:
+            threading.Event().wait(0.11)
+            return super().append(frames, deadline)
+
+    class SlowStorage(MemoryStorage):
+        def create(self, segment: str) -> MemorySegment:
+            return SlowSegment(segment, {})
+
+    with caplog.at_level(logging.WARNING, "penstock.storage"):
+        Writer(SlowStorage(), new_segment_name).write([[b"frame"]])
+        Writer(MemoryStorage(), new_segment_name).write([[b"frame"]])
+    (record,) = caplog.records
+    assert re.fullmatch(r"slow write: 1\d\d ms, 1 frames, 5 bytes \(1 so far\)", record.getMessage())

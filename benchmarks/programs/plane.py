@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -59,18 +60,20 @@ class _System:
         plane = self._plane(ranks, str(request["transport"]), case.groups)
         name = f"{case.name}-{ranks}-{request['round']}"
         sent = self._producers.ask({"do": "prepare", "case": case.name, "name": name})
-        meter = Meter()
+        meter, began = Meter(), time.time()
         self._ranks.tell({"do": "take", "plane": plane.name}, ranks)
         self._producers.tell({"do": "put", "plane": plane.name})
         got = self._ranks.answers(ranks)
         used = meter.read(ranks=self._ranks.pids(ranks), producers=self._producers.pids(), plane=[plane.process.pid])
-        self._producers.answers()
+        puts = self._producers.answers()
         done = self._ranks.ask({"do": "commit", "plane": plane.name}, ranks)
         check(sent, got)
         return replace(
             used,
             read_bytes=sum(one["read"] for one in done),
             needed_bytes=sum(one["needed"] for one in done),
+            longest_put_s=max(one["longest_s"] for one in puts),
+            slow=tuple(self._producers.ask({"do": "slow", "plane": plane.name, "since": began}, 1)[0]["slow"]),
         )
 
     def _plane(self, ranks: int, transport: str, groups: int) -> _Served:
@@ -141,9 +144,17 @@ def producer(number: int, pipe: Connection) -> None:
                 groups[:] = make_groups(case, range(number, case.groups, PRODUCERS), request["name"])
                 return sums_of(groups)
             case "put":
+                longest_s = 0.0
                 for group in groups:
+                    begin = time.perf_counter()
                     planes[request["plane"]].put(samples_of(group))
+                    longest_s = max(longest_s, time.perf_counter() - begin)
                 groups.clear()
+                return {"longest_s": longest_s}
+            case "slow":
+                found = planes[request["plane"]].status().get("slow", {"last": []})["last"]  # not in 462be9a
+                late = [one for one in found if one["at"] >= request["since"]]
+                return {"slow": [f"{one['work']} {one['seconds'] * 1e3:.0f} ms, {one['doing']}" for one in late]}
             case "leave":
                 planes.pop(request["plane"]).close()
         return {}

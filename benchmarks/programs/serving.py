@@ -54,6 +54,9 @@ class Round:
     """That ranks read from storage, where they do."""
     needed_bytes: int = 0
     """That their samples take there."""
+    slow: tuple[str, ...] = ()
+    """What the plane recorded as slow during the round."""
+    longest_put_s: float = 0.0
     put_s: float = 0.0
     """Until the last put returned, where that was looked at."""
     plane_in: float = 0.0
@@ -152,10 +155,10 @@ class Meter:
     """CPU and peak memory of this process and all it started, from its making until `read`."""
 
     def __init__(self) -> None:
-        for pid in _tree():
+        for pid in tree_of(os.getpid()):
             _write(pid, "clear_refs", "5")  # reset the peak
-        self._faults = {pid: _faults(pid) for pid in _tree()}
-        self._cpu = {pid: _cpu_s(pid) for pid in _tree()}
+        self._faults = {pid: _faults(pid) for pid in tree_of(os.getpid())}
+        self._cpu = {pid: _cpu_s(pid) for pid in tree_of(os.getpid())}
         self._begin = time.perf_counter()
 
     def read(
@@ -168,7 +171,7 @@ class Meter:
     ) -> Round:
         """`plane` are the processes between producers and ranks: by default all but those, `idle` and this one."""
         seconds = time.perf_counter() - self._begin
-        tree = _tree()
+        tree = tree_of(os.getpid())
         spent = {pid: _cpu_s(pid) - self._cpu.get(pid, 0.0) for pid in tree}
         faults = {pid: _faults(pid) - self._faults.get(pid, 0) for pid in tree}
         between = set(tree) - {os.getpid(), *ranks, *producers, *idle} if plane is None else plane
@@ -192,13 +195,13 @@ def check(sent: Sequence[dict[str, int]], got: Sequence[dict[str, int]]) -> None
         raise ValueError(f"the ranks read {add(got)}, the producers sent {add(sent)}")
 
 
-def _tree() -> list[int]:
-    """This process and its descendants."""
+def tree_of(root: int) -> list[int]:
+    """A process and its descendants."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := _stat(int(entry.name))):
             parents.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, todo = [], [os.getpid()]
+    found, todo = [], [root]
     while todo:
         pid = todo.pop()
         found.append(pid)

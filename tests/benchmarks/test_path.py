@@ -35,7 +35,7 @@ def test_every_way_of_this_environment_is_measured_and_the_others_are_skipped() 
         assert (found[name, "ZeroMQ + msgpack lists"].ratio or 0) > 0
         assert found[name, "TransferQueue"].skipped == "no --rivals interpreter"
         assert found[name, "TransferQueue"].target == path.settings(full=False)[0].targets.get(transport)
-        assert " ms (" in found[name, "TransferQueue"].note
+        assert ", p95 " in found[name, "TransferQueue"].note
         assert "462be9a" in found[name, "462be9a, tcp"].skipped
     measured = {row.name.removeprefix("tiny, 2 ranks, direct: "): row.ours for row in rows if row.ours is not None}
     assert (measured["page faults, rank"] or 0) >= 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,11 +20,14 @@ from penstock.log import SqliteLog
 from penstock.plane.acceptance import Outcome
 from penstock.plane.engine import Engine
 from penstock.plane.intake import Intake
+from penstock.plane.loop import PlaneLoop
 from penstock.plane.pipeline import AlteredOnTheWay, Pipeline, pipeline_of
 from penstock.plane.step_builder import StepBuilder
 from penstock.plane.workers import Inline, Threads, Workers
+from penstock.protocol import Ask, Status, pack_message, read_from_plane
 from penstock.protocol.steps import Staged
 from penstock.storage import MemoryStorage
+from penstock.transport.memory import MemoryPlane
 from tests.support.engines import DirectEngine, damage_frame
 from tests.support.gated_plane import (
     PATIENCE_S,
@@ -110,6 +114,23 @@ def test_an_error_in_planning_is_told_to_every_rank_and_the_plane_lives_on() -> 
             assert ids_of(steps) == {"a/0", "a/1", "b/0", "b/1"}
         assert server.failure is None
         assert plane.ledger.balanced
+
+
+def test_a_rank_is_sent_its_samples_before_those_of_the_last_rank_are_gathered() -> None:
+    with trying() as (plane, server, builder):
+        builder.part_gate = Gate()
+        for name in "ab":
+            plane.put(named_group(name))
+        with sources(plane) as steps:
+            assert builder.part_gate.reached.wait(PATIENCE_S)
+            deadline = time.monotonic() + PATIENCE_S
+            while "rank 1 to receive step 1" not in plane.status()["waiting_for"]:  # rank 0 has it
+                assert time.monotonic() < deadline, plane.status()["waiting_for"]
+                threading.Event().wait(QUICK.heartbeat_s / 4)
+            assert not any(step.done() for step in steps)  # all ranks train it, or none does
+            builder.part_gate.released.set()
+            assert ids_of(steps) == {"a/0", "a/1", "b/0", "b/1"}
+        assert server.failure is None
 
 
 def test_what_failed_for_one_session_is_not_told_to_the_next() -> None:
@@ -303,3 +324,19 @@ def trained(plane: ps.Plane, *, count: int) -> Iterator[dict[int, set[str]]]:
     finally:
         for source in ranks:
             source.close()
+
+
+def test_what_arrived_while_the_log_was_slow_is_handled_at_once_afterwards() -> None:
+    """It was taken off the socket, so no message announces it: the loop waited a quarter of a second for another."""
+    memory, log = MemoryPlane(), SqliteLog(None)
+    loop = PlaneLoop(settings_of(), log, [memory])
+    client = memory.connect()
+    client.send(pack_message(Ask(ticket=7), bytes.fromhex(log.run_id)))
+    log.while_waiting()  # as a slow commit in PostgreSQL calls it
+    assert client.receive(0) is None
+    assert loop._patience_s() == 0.0
+    loop.turn(time.monotonic())
+    answer = client.receive(0)
+    assert answer is not None and isinstance(found := read_from_plane(answer[0]), Status) and found.ticket == 7
+    assert loop._patience_s() > 0.0
+    loop._close()

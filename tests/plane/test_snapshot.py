@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import numpy as np
 import pytest
 
 from penstock.frames import encode
+from penstock.log import GroupRow
 from penstock.plane.recorder import rebuild
 from penstock.plane.settings import Replay
 from penstock.plane.snapshot import Saved
 from penstock.plane.state import PlaneState
+from penstock.plane.tenant_tables import TenantTables
 from penstock.protocol.steps import Staged
 from penstock.replay import Fifo, Freshest, MinPriority, Prioritized, Uniform
 from tests.support.engines import DirectEngine
@@ -127,3 +131,26 @@ def test_a_restart_reads_only_what_came_later(open_engine: OpenEngine, tmp_path:
     held = len(again.state.rows)
     single = [query for query in seen if "WHERE op = " in query]
     assert len(single) <= 2 * held + 8 and held < 140  # of the 236 groups that were ever accepted
+
+
+def test_a_restart_makes_a_large_table_once() -> None:
+    """A table takes memory by its capacity: a second one beside it would be 76 MB more at a million items."""
+
+    def peak_of(make: Callable[[], TenantTables]) -> tuple[TenantTables, int]:
+        tracemalloc.start()
+        try:
+            return make(), tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    def restored() -> TenantTables:
+        tables = TenantTables(replay, lambda _key, _reason: None)
+        tables.load(saved)
+        return tables
+
+    replay = Replay(capacity=1 << 18)
+    made, once = peak_of(lambda: TenantTables(replay, lambda _key, _reason: None))
+    made.insert(GroupRow(1, "g", b"", 0, 16, 100, 100), 0)
+    saved = made.save()
+    found, peak = peak_of(restored)
+    assert list(found) == ["g"] and peak < 1.2 * once

@@ -6,8 +6,9 @@ from random import Random
 
 import pytest
 
-from penstock.protocol.messages import Beat
+from penstock.protocol.messages import Beat, Frames
 from penstock.protocol.session import Phase
+from penstock.protocol.steps import Staged
 from tests.protocol.session_world import TIMES, Rank, World
 
 
@@ -329,3 +330,20 @@ def test_who_leaves_while_it_waits_for_a_place_does_not_get_it() -> None:
     world.leave(1)
     world.pass_time(TIMES.heartbeat_s * 3)
     assert world.session == session and phase(world) is Phase.RUNNING
+
+
+def test_a_step_that_is_staged_rank_by_rank_reaches_each_rank_once() -> None:
+    world = World(3)
+    for member in world.members:
+        member.do(member.rank_session.request(1, world.now))
+    world.settle()
+    payloads: list[Frames | None] = [None, None, None]
+    for rank in (1, 0, 2):
+        payloads[rank] = (b"payload",)
+        staged = Staged(step=1, plans=[b"plan"] * 3, payloads=list(payloads), digests=["d"] * 3)
+        assert not world.plane.is_staged(1)
+        world.do(world.plane.stage(staged, world.now))
+        world.settle()
+        assert [len(member.released) for member in world.members] == ([1] * 3 if rank == 2 else [0] * 3)
+    assert [member.arrived for member in world.members] == [[1], [1], [1]]
+    assert world.plane.is_staged(1)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import penstock as ps
 from penstock.client.source import Source, SourceStep
@@ -19,7 +19,7 @@ from penstock.plane.intake import Incoming, Intake
 from penstock.plane.loop import PlaneLoop
 from penstock.plane.pipeline import Pipeline
 from penstock.plane.settings import PlaneSettings, Target
-from penstock.plane.step_builder import Builder, Place, PlannedStep, StepBuilder
+from penstock.plane.step_builder import Builder, Place, PlannedStep, Ready, StepBuilder
 from penstock.plane.workers import Workers
 from penstock.protocol.steps import Staged
 from penstock.protocol.timeouts import Timeouts
@@ -52,6 +52,8 @@ class Trying:
     inner: Builder
     plan_gate: Gate | None = None
     build_gate: Gate | None = None
+    part_gate: Gate | None = None
+    """Between the samples of the first rank and those of the others."""
     failing: str = ""
     """What planning raises, if anything."""
     blamed: str = ""
@@ -68,10 +70,16 @@ class Trying:
     def unpackable(self, metadata: Sequence[GroupMetadata]) -> dict[int, str]:
         return {i: "it is odd" for i, group in enumerate(metadata) if group.group == self.blamed}
 
-    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int]) -> Staged:
+    def build(
+        self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int], ready: Ready
+    ) -> Staged:
         if self.build_gate is not None:
             self.build_gate.passed()
-        return self.inner.build(step, planned, groups, inline)
+        built = self.inner.build(step, planned, groups, inline, ready)
+        if self.part_gate is not None:
+            ready(replace(built, payloads=[built.payloads[0], *[None] * (len(built.payloads) - 1)]))
+            self.part_gate.passed()
+        return built
 
 
 class SlowIntake(Intake):

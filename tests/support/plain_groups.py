@@ -13,7 +13,7 @@ from penstock.frames import EvalMetadata, GroupMetadata
 from penstock.plane.engine import Engine
 from penstock.plane.intake import Incoming, Intake
 from penstock.plane.pipeline import Pipeline
-from penstock.plane.step_builder import Place, PlannedStep
+from penstock.plane.step_builder import Place, PlannedStep, Ready
 from penstock.plane.workers import Workers
 from penstock.protocol.messages import Buffer, Frames
 from penstock.protocol.picks import PickedGroup, StepPicks
@@ -102,7 +102,9 @@ class PlainBuilder:
     def unpackable(self, metadata: Sequence[GroupMetadata]) -> dict[int, str]:
         return {}
 
-    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int]) -> Staged:
+    def build(
+        self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int], _ready: Ready
+    ) -> Staged:
         parts = [groups[rank :: self._ranks] for rank in range(self._ranks)]
         return Staged(
             step=step,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 
-from penstock.errors import ConfigError
+import penstock as ps
+from penstock.errors import ConfigError, PeerError
 from penstock.testing.transport_suite import hear
 from penstock.transport.keys import ClientKeys, Guard, PlaneKeys, _connects, guard, make_keys, refuse_strangers
+from penstock.transport.resolving import Address, ResolvingClient
 from penstock.transport.sockets import SocketClient, SocketPlane, check_url
 
 
@@ -47,6 +50,38 @@ def test_a_client_without_keys_does_not(plane: SocketPlane) -> None:
 def test_a_key_that_is_not_allowed_does_not(plane: SocketPlane, folder: Path) -> None:
     public, secret = zmq.curve_keypair()
     assert not _connects(plane.url, ClientKeys(public=public, secret=secret, plane=ClientKeys.load(folder).plane), 2.0)
+
+
+def test_a_client_whose_key_is_refused_learns_it_at_once(plane: SocketPlane, folder: Path, tmp_path: Path) -> None:
+    stranger = tmp_path / "stranger"
+    make_keys(stranger)
+    (stranger / "plane.key").write_bytes((folder / "plane.key").read_bytes())
+    began = time.monotonic()
+    with pytest.raises(PeerError) as refused, ps.open(plane.url, keys=stranger) as opened:
+        opened.status()
+    assert time.monotonic() - began < 20  # without the refusal it waits `plane_s`, 30 s
+    assert (stranger / "client.key").read_text().strip() in str(refused.value)
+    with (
+        pytest.raises(PeerError, match="refused the key"),
+        ps.connect(plane.url, rank=0, world=1, keys=stranger) as one,
+    ):
+        one.step(timeout=20)
+
+
+def test_a_client_of_a_plane_that_moves_asks_again_when_its_key_is_refused(plane: SocketPlane, folder: Path) -> None:
+    known = ClientKeys.load(folder)
+    public, secret = zmq.curve_keypair()
+    addresses = [Address(plane.url, ClientKeys(public=public, secret=secret, plane=known.plane))]
+    client = ResolvingClient(lambda: addresses[-1], first=addresses[0], silence_s=0.2)
+    client.send(b"lost")
+    addresses.append(Address(plane.url, known))
+    deadline, heard = time.monotonic() + 60, False
+    while not heard and time.monotonic() < deadline:
+        assert client.receive(0.05) is None
+        client.send(b"again")
+        heard = bool(plane.receive())
+    client.close()
+    assert heard
 
 
 def test_the_keys_of_another_plane_do_not(plane: SocketPlane, tmp_path: Path) -> None:

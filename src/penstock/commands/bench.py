@@ -1,5 +1,6 @@
 """Measure Penstock and its rivals on this machine, in one run, on the same inputs.
 
+  penstock bench --check           every figure of the README, in under ten minutes
   penstock bench wire              sizes and speed of frames
   penstock bench replay --json     the same report for programs
   penstock bench pack --check      exit 1 if a figure misses its target
@@ -23,6 +24,7 @@ from pathlib import Path
 from penstock.errors import ConfigError
 
 BENCHES = {
+    "claims": ("every figure of the README, measured again; the default", ("cpprb", "torchrl", "torch")),
     "wire": ("size and speed of frames against lists and byte arrays", ()),
     "replay": ("tables against cpprb and TorchRL", ("cpprb", "torchrl", "torch")),
     "pack": ("plans against the packers of other trainers", ("torch",)),
@@ -33,18 +35,21 @@ BENCHES = {
     "path": ("producers to tensors on the ranks, against TransferQueue and Ray", ("pyzmq", "torch")),
     "log": ("commits and restarts of the decision log in SQLite and in PostgreSQL", ("psycopg",)),
     "storage": ("ranks and puts on an object store with 50 ms latency", ("obstore", "moto")),
+    "small": ("what a group of 16 x 512 tokens costs in all processes", ("pyzmq", "torch")),
+    "start": ("import, open, connect and --help, each in a process of its own", ("pyzmq",)),
+    "growth": ("held groups, ranks, lengths, steps, producers and exported steps, small and large", ("pyzmq",)),
     "ingest": ("durable puts against raw SQLite and a raw disk sync", ("pyzmq",)),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = "; ".join(f"{name}: {what}" for name, (what, _) in BENCHES.items())
-    parser.add_argument("name", choices=BENCHES, help=names)
+    parser.add_argument("name", choices=BENCHES, nargs="?", default="claims", help=names)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--check", action="store_true", help="exit 1 when a row with a target misses it")
     parser.add_argument("--full", action="store_true", help="all sizes; takes many minutes")
-    parser.add_argument("--rivals", metavar="PYTHON", help="for path: an interpreter with the rivals installed")
-    parser.add_argument("--baseline", metavar="PYTHON", help="for path: an interpreter with the previous version")
+    parser.add_argument("--rivals", metavar="PYTHON", help="for path, small, claims: one with the rivals")
+    parser.add_argument("--baseline", metavar="PYTHON", help="for path, claims: one with the previous version")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,10 +81,10 @@ def _find_benchmarks() -> None:
 
 
 def _interpreters(args: argparse.Namespace) -> dict[str, str]:
-    """Return --rivals and --baseline. Only `path` accepts them."""
+    """Return --rivals and --baseline, for the benchmarks that accept them."""
     given = {name: getattr(args, name) for name in ("rivals", "baseline") if getattr(args, name) is not None}
     for name in given:
-        if args.name != "path":
+        if args.name not in ("path", "claims") and (args.name, name) != ("small", "rivals"):
             raise ConfigError(f"bench {args.name}: takes no --{name}; leave it out")
     return given
 

@@ -131,6 +131,8 @@ def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
     ]
     if now.get("storage"):
         lines.append(f"storage    {_storage(now)}")
+    if any(now.get("slow", {}).get("counts", {}).values()):
+        lines.append(f"slow       {_slow(now['slow'])}")
     if any(ledger["over_length"].values()):
         lines.append(f"too long   {over_length_line(ledger['over_length'])}")
     if now.get("retain") == "all":
@@ -194,6 +196,16 @@ def _storage(now: dict[str, Any]) -> str:
     if inline:
         parts.append(f"cannot read it: {', '.join(sorted(inline)[:8])}")
     return ", ".join(parts)
+
+
+def _slow(found: dict[str, Any]) -> str:
+    """Summarize turns, commits and writes that took too long: how many, and the last one."""
+    counts = ", ".join(f"{count:,} {work}s" for work, count in found["counts"].items() if count)
+    last = found["last"][-1]
+    doing = f" ({last['doing']})" if last["doing"] else ""
+    when = time.strftime("%H:%M:%S", time.localtime(last["at"]))
+    above = f"{found['above_s'] * 1e3:.0f} ms"
+    return f"{counts} above {above}; the last at {when}: {last['work']} {last['seconds'] * 1e3:,.0f} ms{doing}"
 
 
 def _watch(look: Look, interval: float) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from penstock.errors import Fenced
 from penstock.log.decision_records import Record, pack_record
 from penstock.log.log_reader import LogReader
-from penstock.log.log_rows import GROUP_COLUMNS, GroupRow, SegmentRow, State, group_values
+from penstock.log.log_rows import GROUP_COLUMNS, NO_KINDS, GroupRow, SegmentRow, State, group_values
 from penstock.log.volume import Disk
 
 FORMAT = 5
@@ -49,8 +49,8 @@ class Log(LogReader):
     """The volume that the log shares with frames."""
     while_waiting: Callable[[], None] = staticmethod(lambda: None)
     """Called a few times a second while a database does not answer. Must not use the log."""
-    on_commit: Callable[[float], None] = staticmethod(lambda _seconds: None)
-    """Called after each commit with its duration."""
+    on_commit: Callable[[float, str], None] = staticmethod(lambda _seconds, _doing: None)
+    """Called after each commit with its duration and what it did."""
 
     @abstractmethod
     def transaction(self) -> AbstractContextManager[None]:
@@ -164,8 +164,9 @@ class Log(LogReader):
         self._write("UPDATE steps SET state = ? WHERE step BETWEEN ? AND ?", (int(state), first, last))
 
     def forget_frames(self, ops: Sequence[int]) -> None:
-        """Forget locations and metadata of groups. Their rows stay, so a repeated put is recognised."""
-        self._write_keyed("UPDATE groups SET location = '' WHERE op", (), ops)
+        """Forget locations and metadata of groups. What is left of their rows stays, so that a repeated put is
+        recognised and the run can be decided again."""
+        self._write_keyed("UPDATE groups SET location = '', kinds = ? WHERE op", (NO_KINDS,), ops)
         self._write_keyed("DELETE FROM facts WHERE op", (), ops)
 
     def add_segment(self, row: SegmentRow) -> None:

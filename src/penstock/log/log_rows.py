@@ -12,6 +12,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from operator import attrgetter
 from typing import Annotated, Any
 
@@ -68,7 +69,14 @@ class Column:
     read: Callable[[Any], Any] | None = None
 
 
-_KINDS: msgspec.msgpack.Decoder[tuple[tuple[str, str], ...]] = msgspec.msgpack.Decoder(tuple[tuple[str, str], ...])
+NO_KINDS = msgspec.msgpack.encode(())
+_DECODER: msgspec.msgpack.Decoder[tuple[tuple[str, str], ...]] = msgspec.msgpack.Decoder(tuple[tuple[str, str], ...])
+
+
+@lru_cache(maxsize=256)
+def _kinds(data: bytes) -> tuple[tuple[str, str], ...]:
+    """Decode the kinds of a group. Cached: a run has a few, and a restart reads every row."""
+    return _DECODER.decode(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +107,9 @@ class GroupRow:
     prompt: Annotated[str, Column("TEXT NOT NULL DEFAULT ''", "text")] = ""
     kinds: Annotated[
         tuple[tuple[str, str], ...],
-        Column("BLOB NOT NULL DEFAULT x'80'", "bytea", write=msgspec.msgpack.encode, read=_KINDS.decode),
+        Column("BLOB NOT NULL DEFAULT x'80'", "bytea", write=msgspec.msgpack.encode, read=_kinds),
     ] = ()
-    """What all groups of a step must have in common, by column."""
+    """What all groups of a step must have in common, by column. Forgotten with the frame."""
     location: Annotated[str, Column("TEXT NOT NULL DEFAULT ''", "text")] = ""
     """Where its frame is; empty once the frame is freed."""
     at: Annotated[float, Column("REAL NOT NULL DEFAULT 0", "double precision")] = dataclasses.field(

@@ -94,6 +94,7 @@ class Engine:
             self.recorder = Recorder(settings, log, self.segments)
             note_seq_len(settings, self.recorder, storage)
         self.writer = Writer(storage, self.segments.next_own, self.segments.finished)
+        self.writer.on_write = partial(self.durations.add, "write")
         """Writes frames that clients sent to the plane. Used by the intake thread only."""
         self.acceptance = Acceptance(settings, self.recorder)
         self._last_delivered = self.last_step

@@ -178,7 +178,10 @@ class PlaneLoop:
             self._workers.wake.call()  # the loop may wait for a message, for up to a quarter of a second
 
     def _patience_s(self) -> float:
-        """Return how long to wait for a message: until timeouts or a transport without a descriptor must be checked."""
+        """Return how long to wait for a message: until timeouts or a transport without a descriptor must be checked.
+        Messages that arrived while the log was slow are not announced again, so they are not waited for."""
+        if self._early:
+            return 0.0
         looks = [transport.poll_s for transport in self._transports if transport.poll_s is not None]
         return min([self.settings.timeouts.heartbeat_s / 4, 0.25, *looks])
 
@@ -358,6 +361,9 @@ class PlaneLoop:
     def _plan(self, now: float) -> bool:
         """Plan the steps that ranks asked for, in order. Returns False if the disk is full."""
         coordinator, engine = self.coordinator, self.engine
+        for part in self._pipeline.take_parts():
+            if coordinator.phase is Phase.RUNNING and coordinator.next_step <= part.step:
+                self._effects.carry_out(coordinator.stage(part, now))
         for step in range(coordinator.next_step, coordinator.wanted + 1):
             if coordinator.phase is not Phase.RUNNING:
                 break

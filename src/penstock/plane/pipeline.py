@@ -91,6 +91,8 @@ class Pipeline:
         self._to_record: tuple[Drawn, PlannedStep] | None = None
         """Planned and not recorded yet, because the disk may be full."""
         self._staged: dict[int, Staged] = {}
+        self._parts: list[Staged] = []
+        """Steps that are being built, with the samples of some ranks."""
         self._inline: frozenset[int] = frozenset()
         """Ranks whose samples are sent with the step."""
         self._failure: Exception | None = None
@@ -218,8 +220,7 @@ class Pipeline:
             batch.append(group)
             size += len(group.frame)
         try:
-            with self._engine.durations.timed("write", f"{len(batch)} groups, {size:,} bytes"):
-                self._intake.take(batch)
+            self._intake.take(batch)
         except Exception as error:
             logger.exception("%d groups could not be stored", len(batch))
             for group in batch:
@@ -262,7 +263,7 @@ class Pipeline:
     def begin_session(self) -> None:
         """Begin a session. A failure of the last one does not concern its ranks: building may succeed now."""
         self._session += 1
-        self._failure = None
+        self._failure, self._parts = None, []
 
     def step(self, step: int, inline: Collection[int] | None = None) -> Staged | str:
         """Return a step once it is built, and what it waits for until then. `inline` are the ranks whose samples are
@@ -414,16 +415,30 @@ class Pipeline:
             if self._engine.is_planned(step, planned):
                 self._built(step, found)
 
+        def ready(part: Staged) -> None:
+            if self._engine.is_planned(step, planned) and self._asked_by == self._session:
+                self._parts.append(self._with_numbers(part))
+
         inline = sorted(self._inline)
-        self._submit("asked for", lambda: self._builder.build(step, planned, groups, inline), built)
+        post = partial(self._workers.post, ready)
+        self._submit("asked for", lambda: self._builder.build(step, planned, groups, inline, post), built)
+
+    def take_parts(self) -> list[Staged]:
+        """Return and clear what there is of a step that is being built: some ranks lack their samples."""
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _with_numbers(self, staged: Staged) -> Staged:
+        return replace(staged, numbers=self._engine.acceptance.generated.of_step(staged.step))
 
     def unplanned(self, first: int) -> None:
         """Forget staged steps from this one on: they are planned again."""
+        self._parts = []
         self._staged = {step: staged for step, staged in self._staged.items() if step < first}
 
     def _built(self, step: int, found: Staged | Exception) -> None:
         if isinstance(found, Staged):
-            self._staged[step] = replace(found, numbers=self._engine.acceptance.generated.of_step(step))
+            self._staged[step] = self._with_numbers(found)
             return
         if isinstance(found, Away):  # ranks wait; the next request builds it again
             logger.warning("step %d cannot be built yet: %s", step, found)
@@ -440,6 +455,7 @@ class Pipeline:
             self._fail(found)
         elif step < last:  # ranks of any session may have later steps, which no longer exist
             self._staged.clear()
+            self._parts = []
             self.replanned = step
             self._failure = CorruptFrame(f"{found}; it was set aside, steps {step} to {last} are planned again")
 

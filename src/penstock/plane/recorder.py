@@ -136,7 +136,10 @@ def rebuild(log: Log, replay: Replay, *, retain_steps: int, keeps_all: bool = Fa
         if op in rows and rows[op].state is State.EVALUATION:
             state.take_evaluation(rows[op], None)
         elif op in rows:
-            state.take_in(replace(rows[op], state=State.HELD, reason=""))
+            row = rows[op]
+            # Most rows are held: making each anew took a fifth of the restart of a plane with 100,000 of them.
+            is_held = row.state is State.HELD and not row.reason
+            state.take_in(row if is_held else replace(row, state=State.HELD, reason=""))
         elif op in records:
             state.redo(op, records[op])
         else:

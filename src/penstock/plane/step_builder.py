@@ -6,10 +6,11 @@ in any process at any time, and the same frames give the same samples.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,8 @@ from penstock.packing import Packing, plan
 from penstock.protocol import Buffer, Frames, PickedGroup, Staged, StepPicks
 from penstock.storage import Pick, Storage, gather_picks
 
+PART_S = 0.02
+"""How long to gather before the ranks whose samples are ready are sent them."""
 PIECE_BYTES = 1 << 30
 """Payloads are sent in pieces of at most this size: a message part of more than 2 GiB cannot be sent."""
 
@@ -49,6 +52,10 @@ class PlannedStep:
     loss_tokens: int = 0
 
 
+Ready: TypeAlias = Callable[[Staged], None]
+"""Called with a step that lacks the bytes of some ranks, so that the others need not wait for them."""
+
+
 class Builder(Protocol):
     """Plans and builds steps. Planes use `StepBuilder`, simulations a smaller one."""
 
@@ -58,9 +65,11 @@ class Builder(Protocol):
     def unpackable(self, metadata: Sequence[GroupMetadata]) -> dict[int, str]:
         """Return the groups that cannot be planned even alone, by position, with the reason."""
 
-    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int]) -> Staged:
+    def build(
+        self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int], ready: Ready
+    ) -> Staged:
         """Build a planned step: locations of all samples, and the bytes for ranks that cannot read storage
-        (`inline`)."""
+        (`inline`). While that takes long, call `ready` with what there is."""
 
 
 @dataclass(slots=True)
@@ -95,20 +104,27 @@ class StepBuilder:
                 found[i] = f"{type(error).__name__}: {error}"
         return found
 
-    def build(self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int]) -> Staged:
+    def build(
+        self, step: int, planned: PlannedStep, groups: Sequence[Place], inline: Collection[int], ready: Ready
+    ) -> Staged:
         requests = picks_of([np.frombuffer(need, "<i4") for need in planned.needs], groups)
         known = {place.location: GroupMetadata.from_bytes(place.metadata) for place in groups}
-        gathered = gather_picks(self.storage, [requests[rank] for rank in inline])
-        payloads: list[Frames | None] = [None] * len(requests)
-        for rank, payload in zip(inline, gathered, strict=True):
-            payloads[rank] = pieces_of(payload)
-        return Staged(
+        staged = Staged(
             step=step,
             plans=list(planned.rank_plans),
-            payloads=payloads,
+            payloads=[None] * len(requests),
             digests=list(planned.digests),
             picks=[_step_picks(request, known).to_bytes() for request in requests],
         )
+        payloads: list[Frames | None] = [None] * len(requests)
+        # Gathering takes about a third of a millisecond for each rank. The first rank must not wait for the last.
+        due = time.monotonic() + (PART_S if len(inline) == len(requests) else 0.0)
+        for rank, payload in zip(inline, gather_picks(self.storage, [requests[r] for r in inline]), strict=True):
+            payloads[rank] = pieces_of(payload)
+            if time.monotonic() >= due:
+                ready(replace(staged, payloads=list(payloads)))
+                due = time.monotonic() + PART_S
+        return replace(staged, payloads=payloads)
 
 
 def _step_picks(request: Sequence[Pick], known: Mapping[str, GroupMetadata]) -> StepPicks:

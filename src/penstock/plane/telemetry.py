@@ -13,9 +13,8 @@ import socket
 import threading
 import time
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -75,8 +74,10 @@ logger = logging.getLogger("penstock.plane")
 BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Upper bounds of the buckets in seconds; one more bucket has no bound."""
 SLOW_S = 0.1
+_KEPT_SLOW = 32
+"""Slow pieces of work that `status()` lists."""
 WORK = ("turn", "commit", "write")
-"""A turn of the loop, a transaction of the log, a write of frames by the plane itself."""
+"""A turn of the loop, a transaction of the log, a write and sync of frames by the plane itself."""
 
 
 @dataclass(slots=True)
@@ -99,52 +100,55 @@ class Marks:
 
     def __init__(self) -> None:
         self._marks: list[tuple[str, float]] = []
+        self._cpu_ns = 0
 
     def begin(self) -> None:
         self._marks = [("", time.perf_counter())]
+        self._cpu_ns = time.thread_time_ns()
 
     def mark(self, part: str) -> None:
         """End a part of the turn."""
         self._marks.append((part, time.perf_counter()))
 
     def longest(self) -> str:
-        """Return the longest part and its duration, or ""."""
+        """Return the longest part with its duration and the turn's processor time, or ""."""
         parts = [(at - before, part) for (_, before), (part, at) in pairwise(self._marks)]
         seconds, part = max(parts, default=(0.0, ""))
-        return f"{part} {seconds * 1000:.0f} ms" if part else ""
+        # Processor time tells work from waiting: for a disk, a database, or a thread that holds the interpreter lock.
+        cpu_ms = (time.thread_time_ns() - self._cpu_ns) / 1e6
+        return f"{part} {seconds * 1000:.0f} ms, CPU {cpu_ms:.0f} ms" if part else ""
 
 
 class Durations:
-    """Histograms of a plane's work. `add` may be called from any thread."""
+    """Histograms of a plane's work, and a list of the last slow pieces. `add` may be called from any thread."""
 
     def __init__(self, slow_s: float = SLOW_S) -> None:
         self._slow_s = slow_s
         self._lock = threading.Lock()
         self._histograms = {work: Histogram() for work in WORK}
         self._slow = dict.fromkeys(WORK, 0)
-
-    @contextmanager
-    def timed(self, work: str, doing: str = "") -> Iterator[None]:
-        """Time a block. `doing` describes it in the log line if it is slow."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(work, time.perf_counter() - started, doing)
+        self._last: deque[dict[str, Any]] = deque(maxlen=_KEPT_SLOW)
 
     def add(self, work: str, seconds: float, doing: str | Callable[[], str] = "") -> None:
+        """Count a piece of work. `doing` describes it if it is slow."""
         with self._lock:
             self._histograms[work].add(seconds)
             if seconds < self._slow_s:
                 return
             self._slow[work] += 1
             count = self._slow[work]
+            described = doing() if callable(doing) else doing
+            self._last.append({"work": work, "at": time.time(), "seconds": seconds, "doing": described})
         if (
             count <= 10 or str(count).rstrip("0") == "1"
         ):  # the first ten, then every power of ten: a slow disk would fill the log
-            described = doing() if callable(doing) else doing
             what = f", {described}" if described else ""
             logger.warning("slow %s: %.0f ms%s (%d so far)", work, seconds * 1000, what, count)
+
+    def slow(self) -> dict[str, Any]:
+        """Return how often each kind of work was slow and the last of it, oldest first, for `status()`."""
+        with self._lock:
+            return {"above_s": self._slow_s, "counts": dict(self._slow), "last": list(self._last)}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the bucket bounds and the counts of each kind of work, for `status()`."""
@@ -348,6 +352,7 @@ def status_of(engine: Engine, coordinator: Coordinator, admission: Admission) ->
         "quarantine": engine.quarantine(),
         "counts": dict(engine.counts),
         "durations": engine.durations.as_dict(),
+        "slow": engine.durations.slow(),
         "metrics": engine.tenant_tables.metrics()
         | engine.acceptance.generated.metrics()
         | engine.state.evaluations.metrics(),

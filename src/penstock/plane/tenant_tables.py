@@ -363,6 +363,7 @@ class TenantTables:
 
     def load(self, saved: SavedTables) -> None:
         """Restore what `save` returned, with the same replay settings."""
+        self.tables.clear()  # before the others are made: a table takes memory by its capacity, not by what it holds
         for table_name, data in saved.tables.items():
             self.tables[table_name] = Table.restore(
                 data, load=_op_from_bytes, on_evict=self._on_evict, **self._replay.parts

@@ -25,6 +25,9 @@ class Workers(Protocol):
     def submit(self, queue: str, job: Job, then: Then) -> None:
         """Run a job, and call `then` with its result in a later `finish`."""
 
+    def post(self, then: Then, found: object) -> None:
+        """Call `then` in a later `finish`. For a job that has something to pass on before it ends."""
+
     def finish(self) -> bool:
         """Handle finished jobs on the caller's thread. Returns whether there were any."""
 
@@ -40,6 +43,9 @@ class Inline:
 
     def submit(self, queue: str, job: Job, then: Then) -> None:  # noqa: ARG002 - the queues are for threads
         self._done.append((then, _result(job)))
+
+    def post(self, then: Then, found: object) -> None:
+        self._done.append((then, found))
 
     def finish(self) -> bool:
         found = bool(self._done)
@@ -72,6 +78,10 @@ class Threads:
             self._threads.append(thread)
         self._queues[queue].put((job, then))
 
+    def post(self, then: Then, found: object) -> None:
+        self._done.append((then, found))
+        self.wake.call()
+
     def finish(self) -> bool:
         self.wake.clear()
         found = False
@@ -92,9 +102,8 @@ class Threads:
     def _work(self, queue: SimpleQueue[tuple[Job, Then] | None]) -> None:
         while (found := queue.get()) is not None and not self._closed:
             job, then = found
-            self._done.append((then, _result(job)))
+            self.post(then, _result(job))
             del found, job, then  # a frame that a job holds must not live until the next job arrives
-            self.wake.call()
 
 
 def _result(job: Job) -> Any:

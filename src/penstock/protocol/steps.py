@@ -156,20 +156,23 @@ class Steps:
     # -------------------------------------------------------------- requested, delivered
 
     def stage(self, staged: Staged, now: float) -> Outcome:
-        """Deliver a planned and durable step to every process that requested it."""
+        """Deliver a planned and durable step to every process that requested it. A step may be staged again, with the
+        samples of further ranks."""
         progress = self._steps.setdefault(staged.step, _Progress())
-        progress.staged, progress.digests = staged, staged.digests
+        before, progress.staged, progress.digests = progress.staged, staged, staged.digests
         self._session.last_step = max(self._session.last_step, staged.step)
-        effects = self.deliver_all([staged.step], now)
+        effects: list[Effect] = []
+        for place in self._members:
+            rank = place[0]
+            if before is None or (before.payloads[rank] is None and staged.payloads[rank] is not None):
+                effects += self.deliver(place, staged.step, now)
         # After a restart of the plane, processes may have acknowledged the step before it was staged again.
         found = self._check_received(staged.step, list(progress.received))
         return found if isinstance(found, Violation) else effects + found
 
     def deliver_staged(self, now: float) -> list[Effect]:
         """Deliver every staged step to every process that requested it."""
-        return self.deliver_all([number for number, step in self._steps.items() if step.staged], now)
-
-    def deliver_all(self, steps: list[int], now: float) -> list[Effect]:
+        steps = [number for number, step in self._steps.items() if step.staged]
         return [effect for place in self._members for step in steps for effect in self.deliver(place, step, now)]
 
     def on_request(self, place: Place, message: Request, now: float) -> Outcome:

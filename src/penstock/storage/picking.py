@@ -37,10 +37,11 @@ class DamagedFrame(CorruptFrame):
         return CorruptFrame, (str(self),)
 
 
-def gather_picks(storage: Storage, requests: Sequence[Sequence[Pick]]) -> list[memoryview]:
-    """Return one frame per request, with exactly its samples, in its order. Every stored frame is opened once.
+def gather_picks(storage: Storage, requests: Sequence[Sequence[Pick]]) -> Iterator[memoryview]:
+    """Yield one frame per request, with exactly its samples, in its order. Every stored frame is opened once.
 
-    Raises DamagedFrame, which names the group, or Away if the storage does not answer.
+    Raises DamagedFrame, which names the group, or Away if the storage does not answer: before the first one is
+    yielded, so that whoever uses the first ones need not take them back.
     """
     # By location: ranks of one step often need different samples of the same group.
     picks = {pick.location: pick for request in requests for pick in request}
@@ -52,12 +53,9 @@ def gather_picks(storage: Storage, requests: Sequence[Sequence[Pick]]) -> list[m
             opened[pick.location] = open_frame(frame)
         except CorruptFrame as error:
             raise DamagedFrame(pick.group, str(error)) from None
-    return [
-        gather([(opened[pick.location], np.array(pick.rows, np.intp)) for pick in request])
-        if request
-        else memoryview(b"")
-        for request in requests
-    ]
+    for request in requests:
+        picked = [(opened[pick.location], np.array(pick.rows, np.intp)) for pick in request]
+        yield gather(picked) if picked else memoryview(b"")
 
 
 def read_each(storage: Storage, locations: Iterable[str]) -> Iterator[Buffer | PenstockError]:

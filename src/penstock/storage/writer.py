@@ -7,12 +7,15 @@ not sync, and a later sync of the same file would succeed without them.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 
 from penstock.storage.interface import Pieces, SegmentFile, SegmentSealed, Writable
 
+logger = logging.getLogger("penstock.storage")
+_SLOW_S, _SLOW_REQUEST_S = 0.1, 1.0
 SEGMENT_AGE_S = 300.0
 """Age at which a segment is finished. The plane seals it after twice this time, by its own clock."""
 
@@ -35,14 +38,30 @@ class Writer:
         self._segment_bytes, self._clock = segment_bytes or storage.segment_bytes, clock
         self._open: SegmentFile | None = None
         self._opened_at = 0.0
+        self.on_write: Callable[[float, str], None] = self._report_slow
+        """Called after each write with its duration, sync included, and what was written."""
+        self._slow = 0
 
     def write(self, frames: Sequence[Pieces], deadline: float = math.inf) -> list[str]:
         """Write frames and return their locations. All of them are durable when this returns; after an error none
         counts."""
+        begin = time.perf_counter()
         try:
-            return self._append(frames, deadline)
-        except SegmentSealed:  # by a plane that was started again, before it was asked to sign this write
-            return self._append(frames, deadline)
+            try:
+                return self._append(frames, deadline)
+            except SegmentSealed:  # by a plane that was started again, before it was asked to sign this write
+                return self._append(frames, deadline)
+        finally:
+            size = sum(len(piece) for pieces in frames for piece in pieces)
+            self.on_write(time.perf_counter() - begin, f"{len(frames)} frames, {size:,} bytes")
+
+    def _report_slow(self, seconds: float, doing: str) -> None:
+        """Log a slow write of a client: the plane does not see it, and the caller only waits."""
+        # A request to an object store (`gather_s`) takes longer than a sync of a disk.
+        if seconds >= (_SLOW_S if not self.storage.gather_s else _SLOW_REQUEST_S):
+            self._slow += 1
+            if self._slow <= 10 or str(self._slow).rstrip("0") == "1":  # a slow disk would fill the log
+                logger.warning("slow write: %.0f ms, %s (%d so far)", seconds * 1000, doing, self._slow)
 
     def _append(self, frames: Sequence[Pieces], deadline: float) -> list[str]:
         segment = self._segment()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -133,6 +134,36 @@ class LogSuite:
         assert log.totals() == {(State.HELD, ""): 4, (State.QUARANTINED, "odd"): 2}
         assert log.with_frames() == {1, 3}
         assert sorted(log.rows("SELECT op, uses FROM groups")) == [(1, 0), (2, 1), (3, 2)]
+        log.close()
+
+    def test_what_is_forgotten_leaves_what_a_run_still_needs(self, tmp_path: Path) -> None:
+        log = self.open(tmp_path)
+        whole = row(1, kinds=(("logprobs", "with"),), prompt="p", run="r")
+        with log.transaction():
+            log.add_groups([(whole, b"metadata"), (row(2, kinds=whole.kinds), b"metadata")])
+            log.add_step(1, 3, b"plan" * 500)
+        with log.transaction():
+            log.set_groups([1], State.COMMITTED)
+            log.set_steps(1, 1, State.COMMITTED)
+            log.forget_frames([1])
+            log.set_manifest(1, b"slim")
+            log.set_manifest(2, b"unknown")
+        kept = replace(whole, state=State.COMMITTED, location="", kinds=())
+        assert list(log.groups()) == [kept, row(2, kinds=whole.kinds)]
+        assert log.digest_of("g1") == whole.digest
+        assert list(log.steps()) == [(1, 3, b"slim", State.COMMITTED)]
+        log.close()
+
+    def test_forgotten_plans_give_their_room_back(self, tmp_path: Path) -> None:
+        log = self.open(tmp_path)
+        for first in range(1, 401, 40):
+            with log.transaction():
+                for step in range(first, first + 40):
+                    log.add_step(step, step, b"plan" * 500)
+                for step in range(first - 40, first) if first > 1 else ():
+                    log.set_manifest(step, b"slim")
+        log.shrink()
+        assert log.used_bytes < 400 << 10  # the plans were 800 kB; 0 for a database on a disk of its own
         log.close()
 
     def test_steps_that_are_removed_take_later_snapshots_along(self, tmp_path: Path) -> None:

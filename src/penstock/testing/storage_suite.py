@@ -175,4 +175,4 @@ class StorageSuite:
         assert (len(none), decode(last)) == (0, Samples.of(in_b))
         gone = f"{new_segment_name()}:0:64"
         with pytest.raises(DamagedFrame, match="group 'c': its frame is damaged or gone"):
-            gather_picks(storage, [[Pick(a, "a", (0,))], [Pick(gone, "c", (0,))]])
+            next(gather_picks(storage, [[Pick(a, "a", (0,))], [Pick(gone, "c", (0,))]]))

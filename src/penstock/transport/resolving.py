@@ -20,7 +20,7 @@ from typing import TypeAlias
 from penstock.protocol import Frames
 from penstock.transport.interface import Envelope
 from penstock.transport.keys import ClientKeys
-from penstock.transport.sockets import SocketClient
+from penstock.transport.sockets import KeyRefused, SocketClient
 
 logger = logging.getLogger("penstock.connection")
 SILENCE_S = 2.0
@@ -152,7 +152,10 @@ class ResolvingClient:
             self._woken.wait(timeout_s)
             self._woken.clear()
             return None
-        got = self._inner.receive(timeout_s)
+        try:
+            got = self._inner.receive(timeout_s)
+        except KeyRefused:  # it may have other keys by now: ask, as of a plane that does not answer
+            return None
         if got is not None:
             self._resolver.on_received()
         return got

@@ -14,12 +14,14 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PeerError
 from penstock.protocol import Buffer, Frames, Peer
 from penstock.transport import forked_sockets
 from penstock.transport.inbound import SLACK_BYTES, Inbound, is_supported
@@ -36,6 +38,8 @@ _URL = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/]+):(?P<port>\d+|\*)|ip
 _QUEUE = 256
 _PAYLOAD_MS = 1 << 30
 """How long a payload may take before ZeroMQ drops the connection. Effectively never: the protocol's deadlines apply."""
+_NOT_ALLOWED = 400
+"""Status code of the ZeroMQ Authentication Protocol."""
 SMALL, LARGE = b"c", b"d"
 """First byte of the names of a client's two connections. The other 15 bytes are the same."""
 _WRITER = b"w"
@@ -183,6 +187,10 @@ def connected_pair(
     return small, large
 
 
+class KeyRefused(PeerError):
+    """The plane does not accept this client's key."""
+
+
 class SocketClient:
     """A client's end."""
 
@@ -197,6 +205,12 @@ class SocketClient:
         self._small, self._large = connected_pair(self._context, url, keys)
         for end in (self._small, self._large):
             self._poller.register(end, zmq.POLLIN)
+        self._url, self._monitor = url, None
+        if keys is not None:
+            # ZeroMQ connects again and again with a key that is refused. Without this, that looks like a plane that is
+            # not there. If the first refusal is missed here, the next one comes after 50 ms.
+            self._monitor = self._small.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+            self._poller.register(self._monitor, zmq.POLLIN)
 
     def send(self, header: bytes, frames: Frames = ()) -> None:
         try:
@@ -206,10 +220,20 @@ class SocketClient:
 
     def receive(self, timeout_s: float) -> Envelope | None:
         got = self._take()
-        if got is None and self._poller.poll(int(max(timeout_s, 0) * 1000)):
+        if got is None and (ready := dict(self._poller.poll(int(max(timeout_s, 0) * 1000)))):
             self._wake.clear()
             got = self._take()
+            if got is None and self._monitor is not None and self._monitor in ready:
+                self._check_refusal(recv_monitor_message(self._monitor))
         return got
+
+    def _check_refusal(self, event: Mapping[str, Any]) -> None:
+        # 400 means that the plane looked the key up. Other codes pass, such as those of a plane that is just ending.
+        if event["value"] == _NOT_ALLOWED and self.keys is not None:
+            raise KeyRefused(
+                f"{self._url}: the plane refused the key {self.keys.public.decode()}; add it to the allowed/ or "
+                "writers/ folder of the plane's keys and restart the plane, or pass keys= of a client it knows"
+            )
 
     def _take(self) -> Envelope | None:
         for end in (self._small, self._large):  # small ones first: a heartbeat must not wait behind a payload
@@ -224,6 +248,9 @@ class SocketClient:
         self._wake.call()
 
     def close(self) -> None:
+        if self._monitor is not None:
+            self._small.disable_monitor()
+            self._monitor.close(linger=0)
         for end in (self._small, self._large):
             end.close(linger=500)
         self._context.term()

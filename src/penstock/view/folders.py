@@ -89,9 +89,9 @@ def step_folder(folder: Path, run: str, step: int) -> Path:
     return exports_of(folder, run) / f"step_{step}"
 
 
-def step_number(path: Path) -> int | None:
-    """Return the number in a step folder's name, None for any other folder."""
-    match = _STEP.fullmatch(path.name)
+def step_number(name: str) -> int | None:
+    """Return the number in a step folder's name, None for any other name."""
+    match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
 
@@ -172,7 +172,11 @@ def promote(path: Path) -> None:
 
 def steps_in(exports: Path) -> Iterator[tuple[int, Path]]:
     """Step folders, by number."""
-    found = [(number, path) for path in exports.glob("step_*") if (number := step_number(path)) is not None]
+    found = []
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(exports) as entries:
+        found = [
+            (number, exports / name) for entry in entries if (number := step_number(name := entry.name)) is not None
+        ]
     return iter(sorted(found))
 
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 _SHOWN_TOKENS = 400
 """Tokens shown of a branch of a group. The sample's page shows all."""
+_KEPT_POINTS = 1 << 14
+"""Points of curves held in memory: about a kilobyte each."""
 _KEPT_STEPS = 4
 """Indexes held in memory: about 80 bytes per token and some hundred per sample."""
 
@@ -44,6 +46,8 @@ class Library:
     parting: dict[str, Any] | None = None
     """Where two runs first differ, when they were compared."""
     _index: Any = field(init=False)
+    _points: dict[tuple[str, str, int], tuple[int, dict[str, Any]]] = field(init=False, default_factory=dict)
+    """Step -> its stamp, and its points on the curves."""
     _reading: dict[tuple[str, str, int], threading.Lock] = field(init=False, default_factory=dict)
     """One lock per step: concurrent requests read a step once, and other steps are not blocked."""
 
@@ -69,9 +73,9 @@ class Library:
         steps = [step.number for step in self._steps(export, run)]
         return {"run": run, "steps": steps, "state": None if state is None else msgspec.to_builtins(state)}
 
-    def _steps(self, export: str, run: str) -> list[Step]:
+    def _steps(self, export: str, run: str, after: int = -1) -> list[Step]:
         found = self._export(export)
-        return list(found.steps(run)) if not run or run in found.runs else []
+        return list(found.steps(run, after=after)) if not run or run in found.runs else []
 
     def home(self, export: str, run: str) -> Path:
         """Return the folder in which a run writes its metrics and its state."""
@@ -94,8 +98,21 @@ class Library:
         return {**self.points(export, run), "metrics": metrics, "at": places}
 
     def points(self, export: str, run: str, first: int = 0) -> dict[str, Any]:
-        """Return what exported steps add to a run's curves, from step `first`."""
-        return {"steps": [run_point(step) for step in self._steps(export, run) if step.number >= first]}
+        """Return what exported steps add to a run's curves, from step `first`. The markers of a step are read once."""
+        found = []
+        for step in self._steps(export, run, after=first - 1):
+            with suppress(FileNotFoundError):  # the step is being written again: it is here when it is finished
+                found.append(self._point(export, run, step))
+        return {"steps": found}
+
+    def _point(self, export: str, run: str, step: Step) -> dict[str, Any]:
+        key, stamp = (export, run, step.number), step.stamp
+        known = self._points.get(key)
+        if known is None or known[0] != stamp:
+            known = self._points[key] = stamp, run_point(step)
+            if len(self._points) > _KEPT_POINTS:
+                self._points.pop(next(iter(self._points)), None)
+        return known[1]
 
     def rows_since(self, export: str, run: str, places: Places) -> tuple[list[dict[str, float | None]], Places]:
         """Return rows written since `places`, and the places to continue from."""

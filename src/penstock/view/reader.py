@@ -16,8 +16,8 @@ from typing import BinaryIO, Protocol, TypeAlias
 
 import xxhash
 
-from penstock.errors import CorruptFile, InvalidInput, UnknownKey
-from penstock.view.folders import EXPORTS, STABLE, Done, exports_of, marked_ranks, read_done, steps_in
+from penstock.errors import ConfigError, CorruptFile, InvalidInput, UnknownKey
+from penstock.view.folders import EXPORTS, STABLE, Done, exports_of, marked_ranks, read_done, step_folder, steps_in
 from penstock.view.jsonl import MalformedLine, encode_line, parse_line
 from penstock.view.plane_groups import EVALUATION, evaluation_steps
 from penstock.view.record import Record, Skipped
@@ -98,6 +98,12 @@ class Export:
 
     def step(self, number: int, run: str | None = None) -> Step:
         """Return one finished step. The error of a missing one lists those there are."""
+        run = self.choose(run)
+        if run != EVALUATION:
+            # Look at one folder: listing all steps for every click on a sample would cost more the longer a run is.
+            step = StepFolder(number=number, run=run, path=step_folder(self.folder, run, number))
+            if step.is_stable:
+                return step
         steps = {step.number: step for step in self.steps(run)}
         if number not in steps:
             have = ", ".join(map(str, list(steps)[-8:])) or "none yet"
@@ -107,6 +113,13 @@ class Export:
     def _exports(self, run: str) -> Path:
         return exports_of(self.folder, run)
 
+    def _has_exports(self, run: str) -> bool:
+        """Return whether a named run has exports, without listing the other runs or opening the plane's log."""
+        try:
+            return self._exports(run).is_dir()
+        except ConfigError:  # no name of a run, such as EVALUATION
+            return False
+
     def choose(self, run: str | None) -> str:
         """Return the requested run, or the only trained one. Raises with their names if there are several."""
         if run is None:
@@ -115,7 +128,7 @@ class Export:
                 listed = ", ".join(repr(name) if name else "'' (the folder's own)" for name in runs)
                 raise InvalidInput(f"{self.folder}: {len(runs)} runs, {listed}; choose one with run= (--run)")
             return runs[0]
-        if run and run not in (runs := self.runs):
+        if run and not self._has_exports(run) and run not in (runs := self.runs):
             named = ", ".join(repr(name) for name in runs if name) or "only the folder's own; leave the run out"
             raise UnknownKey(f"{self.folder}: no run {run[:80]!r}; there are {named}")
         return run
