@@ -71,7 +71,9 @@ class Library:
     def _run(self, export: str, run: str) -> dict[str, Any]:
         state = state_of(self.home(export, run))
         steps = [step.number for step in self._steps(export, run)]
-        return {"run": run, "steps": steps, "state": None if state is None else msgspec.to_builtins(state)}
+        found = {"run": run, "steps": steps, "state": None if state is None else msgspec.to_builtins(state)}
+        is_plane = run != EVALUATION and self._export(export).is_plane
+        return found | ({"source": "plane"} if is_plane else {})
 
     def _steps(self, export: str, run: str, after: int = -1) -> list[Step]:
         found = self._export(export)
@@ -99,6 +101,9 @@ class Library:
 
     def points(self, export: str, run: str, first: int = 0) -> dict[str, Any]:
         """Return what exported steps add to a run's curves, from step `first`. The markers of a step are read once."""
+        opened = self._export(export)
+        if opened.is_plane and run != EVALUATION:
+            return {"steps": [step.point() for step in opened.logged() if step.number >= first]}
         found = []
         for step in self._steps(export, run, after=first - 1):
             with suppress(FileNotFoundError):  # the step is being written again: it is here when it is finished
