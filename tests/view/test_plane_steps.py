@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from penstock.errors import InvalidInput, UnknownKey
 from penstock.runs import logged_steps
 from penstock.view import Export, Library
 
-SETTINGS = {"ranks": 2, "seq_len": 16, "groups_per_step": 2, "max_staleness": None}
+SETTINGS: Any = {"ranks": 2, "seq_len": 16, "groups_per_step": 2, "max_staleness": None}
 
 
 def put(plane: ps.Plane, name: str, *, rewards: tuple[float, ...] = (0.0, 1.0), env: str = "math") -> None:
@@ -65,3 +66,30 @@ def test_curves_have_every_step_for_good(folder: Path) -> None:
     assert 1 not in opened, "its frames are freed"
     with pytest.raises(UnknownKey, match="no finished step 1"):
         library.step("run", "", 1)
+
+
+def test_environments_and_prompts_are_known_after_their_frames_are_freed(folder: Path) -> None:
+    found = Library(exports={"run": Export(folder)}).history("run", "")
+    assert (found["steps"], found["groups"], found["num_prompts"]) == (6, 12, 3)
+    assert {one["env"]: one["groups"] for one in found["envs"]} == {"code": 6, "math": 6}
+    first = next(one for one in found["prompts"] if one["prompt"] == "p0")
+    assert first["curve"] == pytest.approx([0, 3 / 24, 6 / 24, 9 / 24])
+    assert (first["first"], first["last"]) == pytest.approx((0, 9 / 24))
+
+
+def test_steps_are_read_once_and_again_after_they_are_made_again(folder: Path) -> None:
+    before = logged_steps(folder)
+    again = logged_steps(folder, before)
+    assert again == before and all(a is b for a, b in zip(again, before, strict=True) if not a.is_kept)
+    with ps.open(folder, **SETTINGS, retain_steps=1) as plane:
+        for i in range(4):
+            put(plane, f"more-{i}")
+        train(plane, 2)
+    later = logged_steps(folder, before)
+    assert [step.number for step in later] == list(range(1, 9)) and later == logged_steps(folder)
+
+
+def test_a_folder_without_steps_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="no token_exports in it, and no plane with a step"):
+        Export(tmp_path)
+    assert Library(exports={"x": Export(tmp_path, awaited=True)}).history("x", "") == {"envs": None, "prompts": None}

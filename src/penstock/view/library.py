@@ -15,6 +15,7 @@ import msgspec
 from penstock.errors import InvalidInput, PenstockError, UnknownKey
 from penstock.view.folders import EXPORTS
 from penstock.view.group_tree import branches
+from penstock.view.history import history_of
 from penstock.view.index import StepIndex, find
 from penstock.view.jsonl import encode_line
 from penstock.view.plane_groups import EVALUATION, dropped_of, plane_of, records_of
@@ -127,6 +128,11 @@ class Library:
         """Return the groups that did not reach the trainer."""
         self._check_run(export, run)
         return dropped_of(self.home(export, run))
+
+    def history(self, export: str, run: str) -> dict[str, Any]:
+        """Return what became of environments and prompts over the run."""
+        self._check_run(export, run)
+        return history_of(self.home(export, run))
 
     def dropped_group(self, export: str, run: str, group: str) -> dict[str, Any]:
         """Return the rollouts of a quarantined group in the form of samples."""

@@ -5,7 +5,7 @@
     stale: "older than max_staleness allows",
     overflow: "the table was full, and others were worth more",
     sampled_out: "used as often as it may be",
-    evicted: "its run was evicted",
+    evicted: "its tenant was evicted",
     quarantined: "set aside, then given up",
   };
   const tokens = ps.newTokens("dropped-tokens", "Tokens of the group that was set aside");

@@ -1,7 +1,7 @@
 // The top bar: which run and step, the pages, and whether the run goes on.
 "use strict";
 {
-  const NAMES = { run: "Run", step: "Step", groups: "Groups", samples: "Samples", dropped: "Dropped" };
+  const NAMES = { run: "Run", step: "Step", groups: "Groups", samples: "Samples", prompts: "Prompts", dropped: "Dropped" };
 
   // The run's state as a label and as a sentence.
   function stateOf(run) {
@@ -28,7 +28,8 @@
       gone: "Its process is gone, and did not say why.",
     }[said.state];
     const word = said.state === "running" ? (lost ? "offline" : "live") : said.state;
-    const steps = run.source === "plane" ? " " + exported : run.steps.length ? "" : " No step has been exported yet; the first appears here when it comes.";
+    const none = " No step has been exported yet; the first appears here when it comes.";
+    const steps = run.source === "plane" ? " " + exported : run.steps.length ? "" : none;
     const again = lost && said.state !== "running" ? " `penstock view` with its folder shows it again." : lost;
     return [word, words + steps + again];
   }
