@@ -50,7 +50,7 @@ def test_a_diff_opens_where_the_runs_part(page: Any, demo: Path, tmp_path: Path)
     library = Library(exports={"A": Export(demo), "B": Export(other)}, vocabulary=open_vocabulary(demo))
     library.parting = place(library, parting, None)
     with serving(library) as (url, _, _):
-        page.goto(url + "#/samples")
+        page.goto(url)
         page.wait_for_selector(".cursor")
         assert page.text_content("#notice") == parting.sentence
         assert page.text_content("h1") == lines[2]["sample_id"] and page.get_attribute(".cursor", "data-i") == "33"

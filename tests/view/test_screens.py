@@ -126,7 +126,7 @@ def forwarded(port: int) -> Iterator[int]:
 def test_a_tunnel_with_another_port_leads_to_the_page(page: Any, home_url: str) -> None:
     port = int(home_url.split(":")[2].split("/")[0])
     with forwarded(port) as other:
-        page.goto(home_url.replace(f":{port}/", f":{other}/"))
+        page.goto(home_url.replace(f":{port}/", f":{other}/") + "#/samples")
         page.wait_for_selector("#counts table")
         assert f":{other}/#" in page.url and "token" not in page.url.split("#")[0]
         wait_until(page, "document.querySelector('#live').textContent === 'finished'")
