@@ -76,6 +76,7 @@ PROCESS = {
     "view/test_compared_pages.py",
     "view/test_export_mistakes.py::test_two_exporters_of_one_rank_are_refused",
     "view/test_group_page.py",
+    "view/test_prompts_page.py",
     "view/test_page_contents.py",
     "view/test_run_page.py",
     "view/test_rollout_page.py",

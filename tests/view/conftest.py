@@ -88,7 +88,7 @@ def demo_url(demo: Path) -> Iterator[str]:
 @pytest.fixture
 def opened(page: Any, demo_url: str) -> Iterator[Any]:
     """The last step's worst sample, as the URL opens it."""
-    page.goto(demo_url)
+    page.goto(demo_url + "#/samples")
     page.wait_for_selector("#counts table")
     yield page
     assert page.errors == []

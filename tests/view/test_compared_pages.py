@@ -101,7 +101,7 @@ def test_evaluation_groups_are_shown_beside_what_was_trained(page: Any, demo: Pa
                     turns = [ps.Turn([1, 2]), ps.Turn([3, 4], logprobs=[-0.5, -0.25])]
                     group.add(ps.Trajectory(turns=turns, reward=reward, env="math"))
         with serving(Library(exports={"home": Export(home)}, vocabulary=open_vocabulary(home))) as (url, _, _):
-            page.goto(url)
+            page.goto(url + "#/samples")
             page.wait_for_selector("#counts table")
             page.select_option("#run", "(evaluation)")
             wait_until(
@@ -132,7 +132,7 @@ def test_without_the_token_the_browser_is_shown_a_sentence_and_no_data(page: Any
         answer = page.goto(address)
         assert answer.status == 403 and "needs the token" in page.text_content("body")
     page.goto("about:blank")
-    page.goto(demo_url.replace("127.0.0.1", "localhost"))
+    page.goto(demo_url.replace("127.0.0.1", "localhost") + "#/samples")
     page.wait_for_selector("#counts table")
     page.errors.clear()
 

@@ -59,9 +59,9 @@ def test_groups_without_a_spread_of_rewards_are_marked(page: Any, tmp_path: Path
         exporter.write(1, batch, terms_of(np.random.default_rng(0), batch), policy_version=1)
         exporter.close_step(1)
     with serving(Library(exports={"x": Export(tmp_path)})) as (url, _, _):
-        page.goto(url)
+        page.goto(url + "#/samples")
         page.wait_for_selector("#counts table")
-        page.keyboard.press("4")
+        page.keyboard.press("3")
         page.wait_for_selector("#groups")
         assert page.text_content("#group-count") == "2 groups, 1 of them train nothing"
         assert "trains nothing" in page.text_content('tr.group:has([data-group="same"])')
@@ -124,7 +124,7 @@ def test_what_was_dropped_is_shown_with_the_reason_and_its_tokens(page: Any, dro
     with serving(Library(exports={"run": Export(dropped_run, awaited=True)})) as (url, _, _):
         page.goto(url)
         page.wait_for_selector("#state")
-        page.keyboard.press("5")
+        page.keyboard.press("6")
         page.wait_for_selector("#dropped")
         text = page.text_content("#dropped")
         assert text.count("dropped: stale") == 2 and "quarantined: " in text and "this group is without it" in text
@@ -191,7 +191,7 @@ def test_a_colour_means_the_same_in_every_sample(page: Any, tmp_path: Path) -> N
         return found
 
     with serving(library) as (url, _, _):
-        page.goto(url)
+        page.goto(url + "#/samples")
         page.wait_for_selector(".cursor")
         assert page.text_content("h1") == "wild" and page.get_attribute(".cursor", "data-i") == "2", "the worst token"
         assert "75%" in shade() and page.text_content("#scale-name") == "(fixed, the same everywhere)"

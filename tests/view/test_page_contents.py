@@ -41,7 +41,7 @@ def test_a_token_that_was_not_sampled_shows_no_numbers_of_the_sampler(page: Any,
         routed_experts=np.arange(16, dtype=np.uint8).reshape(4, 2, 2),
     )
     with serving(Library(exports={"x": one_sample_export(tmp_path, sample)})) as (url, _, _):
-        page.goto(url)
+        page.goto(url + "#/samples")
         page.wait_for_selector("#counts table")
         page.hover('[data-i="1"]')
         for column in ("inference_logprobs", "mismatch_kl", "importance_ratio", "log_importance_ratio", "prob_delta"):
@@ -62,7 +62,7 @@ def test_a_column_of_the_runs_own_can_be_coloured_by(page: Any, tmp_path: Path) 
         id="x", token_ids=[5, 6, 7, 8], loss_mask=[0, 0, 1, 1], logprobs=[0, 0, -1, -1], advantages=1.0, columns=own
     )
     with serving(Library(exports={"x": one_sample_export(tmp_path, sample, columns=[mine])})) as (url, _, _):
-        page.goto(url)
+        page.goto(url + "#/samples")
         page.wait_for_selector("#counts table")
         page.select_option("#colour", "turn_weights")
         shades = [page.locator(f'[data-i="{i}"]').evaluate("node => node.style.backgroundColor") for i in range(4)]
@@ -86,7 +86,7 @@ def test_a_sample_of_a_hundred_thousand_tokens_scrolls(page: Any, tmp_path: Path
     vocabulary = Pieces({index: piece for piece, index in words.ids.items()}, frozenset(words.ids.values()))
     with serving(Library(exports={"long": export}, vocabulary=vocabulary)) as (url, _, _):
         begin = time.perf_counter()
-        page.goto(url)
+        page.goto(url + "#/samples")
         page.wait_for_selector("#counts table", timeout=60_000)
         loaded = time.perf_counter() - begin
         assert page.locator(".tok").count() < 3000
@@ -146,7 +146,7 @@ def test_hostile_model_output_is_only_ever_text(page: Any, tmp_path: Path) -> No
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     with serving(Library(exports={"x": export}, vocabulary=vocabulary)) as (url, port, _):
-        page.goto(url)
+        page.goto(url + "#/samples")
         page.wait_for_selector("#counts table")
         for _ in range(count):
             page.keyboard.press("ArrowRight")
@@ -164,7 +164,7 @@ def test_hostile_model_output_is_only_ever_text(page: Any, tmp_path: Path) -> No
         assert shown[9] == HOSTILE[9]
         assert page.text_content("h1") == hostile_name.replace("\u202e", "\\u{202e}")
         assert page.text_content("#rows .row b") == hostile_name.replace("\u202e", "\\u{202e}")
-        page.keyboard.press("4")
+        page.keyboard.press("3")
         page.click("[data-group]")
         page.wait_for_selector(".tree .leaf")
         assert page.locator("#page script, #page img, #page svg, #page style, #page b b").count() == 0
@@ -199,7 +199,7 @@ def test_images_stand_in_place_of_their_tokens(page: Any, tmp_path: Path) -> Non
     export = one_sample_export(tmp_path / "run", sample)
     library = Library(exports={"x": export}, images=store)
     with serving(library) as (url, _, _):
-        page.goto(url)
+        page.goto(url + "#/samples")
         page.wait_for_selector("figure img")
         wait_until(page, "document.querySelector('figure img').naturalWidth === 320")
         shown = page.eval_on_selector_all(

@@ -24,7 +24,7 @@ KNOWN = {
 def test_the_sample_page_shows_metrics_info_roles_and_how_it_ended(page: Any, tmp_path: Path) -> None:
     export(tmp_path, batch_of(sample("s1", 4, env="math", rollout=KNOWN)))
     with serving(Library(exports={"run": Export(tmp_path)})) as (url, _, _):
-        page.goto(url)
+        page.goto(url + "#/samples")
         page.wait_for_selector("#rollout")
         table = page.eval_on_selector_all("#rollout tr", "all => all.map(row => row.textContent)")
         assert table == ["format0.5", "task<b>17</b>"]

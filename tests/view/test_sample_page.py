@@ -154,6 +154,9 @@ def test_keys_move_between_tokens_samples_steps_and_pages(opened: Any, demo: Pat
     assert opened.input_value("#colour") == "importance_ratio"
     opened.keyboard.press("[")
     wait_until(opened, "document.querySelector('#step').value === '3'")
+    wait_until(
+        opened, "!document.querySelector('#middle').hasAttribute('aria-busy')"
+    )  # its list was drawn, with `#search`
     opened.keyboard.press("?")
     assert opened.is_visible("#help")
     keep(opened, "help")

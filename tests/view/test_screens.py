@@ -69,7 +69,7 @@ def test_text_can_be_read_in_both_themes(at: Any, theme: str) -> None:
     page = at("samples/runs/alpha/3", "#counts table")
     page.emulate_media(color_scheme=theme)
     found = page.evaluate(CONTRAST, [".dim", ".tok.context", "h1", "h2", "#top nav a", "th", "td", ".gutter", ".row b"])
-    page.keyboard.press("3")
+    page.keyboard.press("1")
     page.wait_for_selector(".chart")
     found |= page.evaluate(CONTRAST, [".chart h2", ".key b", ".state", ".word", "label"])
     assert found and {name: ratio for name, ratio in found.items() if ratio < 4.5} == {}
@@ -80,11 +80,11 @@ def test_controls_have_names_and_the_token_under_the_cursor_is_said(at: Any) -> 
     unnamed = """[...document.querySelectorAll('input, select, button, canvas, [role=application]')].filter((e) =>
       !e.getAttribute('aria-label') && !(e.labels && e.labels.length) && !e.textContent.trim())
       .map((e) => e.outerHTML)"""
-    for key in "12345":
+    for key in "123456":
         page.keyboard.press(key)
         page.wait_for_timeout(300)
         assert page.evaluate(unnamed) == []
-    page.keyboard.press("1")
+    page.keyboard.press("4")
     page.wait_for_selector(".cursor")
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
@@ -126,7 +126,7 @@ def forwarded(port: int) -> Iterator[int]:
 def test_a_tunnel_with_another_port_leads_to_the_page(page: Any, home_url: str) -> None:
     port = int(home_url.split(":")[2].split("/")[0])
     with forwarded(port) as other:
-        page.goto(home_url.replace(f":{port}/", f":{other}/"))
+        page.goto(home_url.replace(f":{port}/", f":{other}/") + "#/samples")
         page.wait_for_selector("#counts table")
         assert f":{other}/#" in page.url and "token" not in page.url.split("#")[0]
         wait_until(page, "document.querySelector('#live').textContent === 'finished'")
@@ -149,10 +149,10 @@ def test_a_page_in_a_file_has_groups_rules_and_search_too(page: Any, home: Path,
     page.wait_for_selector("#step-counts table")
     masked = sum(int(r.columns["is_masked"].sum()) for r in records(home) if "is_masked" in r.columns)
     assert page.text_content("#step-trained-masked") == f"{masked:,}"
-    page.keyboard.press("4")
+    page.keyboard.press("3")
     page.wait_for_selector("#groups")
     page.click("[data-group]")
     page.wait_for_selector(".tree .leaf")
-    page.keyboard.press("3")
+    page.keyboard.press("1")
     page.wait_for_selector(".chart")
     assert page.errors == []

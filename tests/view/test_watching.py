@@ -71,13 +71,13 @@ def test_a_page_opened_before_the_first_step_shows_it_when_it_comes(page: Any, t
     with at_work(home), serving(Library(exports={"run": Export(home, awaited=True)})) as (url, _, _):
         page.goto(url)
         page.wait_for_selector("#state")
-        page.keyboard.press("1")
+        page.keyboard.press("4")
         wait_until(page, "document.querySelector('#page .empty') !== null")
         assert "the first appears here when it comes" in page.text_content("#page .empty")
         make_export(home, steps=1, ranks=1, groups=2, size=2)
         page.wait_for_selector("#counts table")
         assert page.text_content("#count") == "4 samples" and page.input_value("#step") == "1"
-        page.keyboard.press("3")
+        page.keyboard.press("1")
         page.wait_for_selector(".chart")
         (home / "metrics.jsonl").write_text('{"step": 1, "train/reward": 0.25}\n')
         wait_until(page, "document.querySelector('.chart .key b').textContent === '0.25'")
@@ -91,9 +91,9 @@ def test_curves_of_a_run_that_only_exports_grow_with_its_steps(page: Any, tmp_pa
     home = tmp_path / "run"
     make_export(home, steps=1, ranks=1, groups=2, size=2)
     with serving(Library(exports={"run": Export(home)})) as (url, _, _):
-        page.goto(url)
+        page.goto(url + "#/samples")
         page.wait_for_selector("#counts table")
-        page.keyboard.press("3")
+        page.keyboard.press("1")
         page.wait_for_selector(".chart")
         before = page.get_attribute('[data-curve="Grad norm"]', "aria-label")
         assert "over steps 1 to 1, latest 1.5" in before
@@ -179,7 +179,7 @@ def test_a_step_of_a_million_tokens_opens_soon_and_the_page_paints_before(page: 
     large_step(tmp_path, 1_000_000)
     with serving(Library(exports={"large": Export(tmp_path)})) as (url, _, _):
         begin = time.perf_counter()
-        page.goto(url)
+        page.goto(url + "#/samples")
         page.wait_for_selector(".cursor", timeout=120_000)
         opened = time.perf_counter() - begin
         first = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")

@@ -4,6 +4,7 @@ from penstock.plane.intake import Incoming as Incoming
 from penstock.plane.intake import Intake as Intake
 from penstock.plane.ledger import Ledger as Ledger
 from penstock.plane.loop import PlaneLoop as PlaneLoop
+from penstock.plane.manifest import GroupSummaries as GroupSummaries
 from penstock.plane.manifest import Manifest as Manifest
 from penstock.plane.manifest import read_manifest as read_manifest
 from penstock.plane.opening import listens_at as listens_at

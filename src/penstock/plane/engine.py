@@ -239,6 +239,7 @@ class Engine:
             needs=planned.needs,
             digests=planned.digests,
             loss_tokens=planned.loss_tokens,
+            summaries=planned.summaries,
         )
         with self.log.transaction():
             self.log.add_step(drawn.step, drawn.op, msgspec.msgpack.encode(manifest))

@@ -5,10 +5,67 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.arrays import bounded_sum
 from penstock.errors import CorruptFile
+from penstock.frames import GroupMetadata
 from penstock.log import GroupRow
+
+
+class GroupSummaries(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What is still known of a step's groups when their frames are gone, about 20 bytes for each.
+
+    Arrays have one number per group, as little-endian bytes.
+    """
+
+    envs: tuple[str, ...] = ()
+    env: bytes = b""
+    """uint16: the environment of the group's first sample, as an index into `envs`."""
+    reward: bytes = b""
+    """float32: mean over the samples that have a reward; NaN if none has."""
+    length: bytes = b""
+    """float32: mean tokens of a sample."""
+    seconds: bytes = b""
+    """float32: mean seconds of a rollout; NaN if unknown."""
+    truncated: bytes = b""
+    """float32: share of rollouts that ended by a limit."""
+
+    @staticmethod
+    def of(groups: Sequence[GroupMetadata]) -> GroupSummaries:
+        names = [metadata.env[0] for metadata in groups]
+        # A step with more environments than an index can name gets the rest without a name.
+        envs = tuple(dict.fromkeys(names))[:_MAX_ENVS]
+        index = {name: i for i, name in enumerate(envs)}
+        return GroupSummaries(
+            envs=envs,
+            env=np.array([index.get(name, _MAX_ENVS) for name in names], "<u2").tobytes(),
+            reward=_floats([_mean(np.frombuffer(metadata.rewards, "<f4")) for metadata in groups]),
+            length=_floats([metadata.num_tokens / metadata.num_samples for metadata in groups]),
+            seconds=_floats([_mean(np.array([s for s in metadata.seconds if s >= 0])) for metadata in groups]),
+            truncated=_floats([float(np.frombuffer(m.truncated, np.bool_).sum()) / m.num_samples for m in groups]),
+        )
+
+    def names(self) -> list[str]:
+        """Return the environment of each group."""
+        return [self.envs[i] if i < len(self.envs) else "" for i in np.frombuffer(self.env, "<u2").tolist()]
+
+    def numbers(self, name: str) -> list[float | None]:
+        """Return one of the arrays, None where it is NaN."""
+        return [None if one != one else one for one in np.frombuffer(getattr(self, name), "<f4").tolist()]
+
+
+_MAX_ENVS = 0xFFFF
+
+
+def _floats(values: Sequence[float]) -> bytes:
+    return np.array(values, "<f4").tobytes()
+
+
+def _mean(values: NDArray[np.floating]) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean(dtype=np.float64)) if len(finite) else float("nan")
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -33,6 +90,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How many groups have a version."""
     one_by_one: bool = False
     """Whether groups were drawn one at a time until a target of samples or tokens was met."""
+    summaries: GroupSummaries = GroupSummaries()
+    """Of its groups, for the viewer; kept when the plan is forgotten. Empty in steps of earlier versions."""
 
     @staticmethod
     def of(rows: Sequence[GroupRow], policy_version: int) -> Manifest:

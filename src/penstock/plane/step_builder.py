@@ -19,11 +19,13 @@ from penstock.arrays import step_digest
 from penstock.errors import PenstockError
 from penstock.frames import GroupMetadata, join_metadata
 from penstock.packing import Packing, plan
+from penstock.plane.manifest import GroupSummaries
 from penstock.protocol import Buffer, Frames, PickedGroup, Staged, StepPicks
 from penstock.storage import Pick, Storage, gather_picks
 
 PART_S = 0.02
 """How long to gather before the ranks whose samples are ready are sent them."""
+_NO_SUMMARIES = GroupSummaries()
 PIECE_BYTES = 1 << 30
 """Payloads are sent in pieces of at most this size: a message part of more than 2 GiB cannot be sent."""
 
@@ -50,6 +52,7 @@ class PlannedStep:
     digests: tuple[str, ...]
     """Per rank, the digest of its plan and samples."""
     loss_tokens: int = 0
+    summaries: GroupSummaries = _NO_SUMMARIES
 
 
 Ready: TypeAlias = Callable[[Staged], None]
@@ -91,6 +94,7 @@ class StepBuilder:
                 step_digest(data, [digests[i] for i in need.tolist()]) for data, need in zip(packed, needs, strict=True)
             ),
             loss_tokens=made.totals.step.loss_tokens,
+            summaries=GroupSummaries.of(metadata),
         )
 
     def unpackable(self, metadata: Sequence[GroupMetadata]) -> dict[int, str]:

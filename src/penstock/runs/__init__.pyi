@@ -2,8 +2,10 @@ from penstock.runs.offline import forget as forget
 from penstock.runs.offline import forgettable as forgettable
 from penstock.runs.offline import settle_offline as settle_offline
 from penstock.runs.read_log import EvaluationGroup as EvaluationGroup
+from penstock.runs.read_log import LoggedStep as LoggedStep
 from penstock.runs.read_log import evaluations_of as evaluations_of
 from penstock.runs.read_log import kept_groups as kept_groups
+from penstock.runs.read_log import logged_steps as logged_steps
 from penstock.runs.read_log import planned_step as planned_step
 from penstock.runs.read_log import quarantine_of as quarantine_of
 from penstock.runs.read_log import read_run as read_run

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.frames import Buffer
 from penstock.log import FORMAT, LOG, Advance, Discard, LogReader, Shorten, State, is_run, read_record, reading
-from penstock.plane import Ledger, read_manifest
+from penstock.plane import Ledger, Manifest, read_manifest
 from penstock.protocol import OVER_LENGTH
 from penstock.storage import KeptStorage, open_storage
 
@@ -99,6 +100,36 @@ def evaluations_of(folder: str | Path) -> list[EvaluationGroup]:
     with reading(folder) as log:
         query = "SELECT id, policy_version, location FROM groups WHERE state = ? AND location != '' ORDER BY op"
         return [EvaluationGroup(*row) for row in log.rows(query, (int(State.EVALUATION),))]
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedStep:
+    """A step that ranks received, as the log has it."""
+
+    number: int
+    op: int
+    """Number of the decision that recorded it. A step that is undone and made again has another one."""
+    manifest: Manifest
+    is_kept: bool
+    """Whether the frames of all its groups are kept."""
+
+
+def logged_steps(folder: str | Path, known: Sequence[LoggedStep] = ()) -> list[LoggedStep]:
+    """Return the delivered and committed steps of a run, oldest first. `known` are those of an earlier call: what can
+    no longer change is not read again."""
+    with reading(folder) as log:
+        next_step, kept = log.meta("next_step", 1), log.with_frames()
+        ops = dict(log.rows("SELECT step, op FROM steps"))
+        # A rewind replaces the last steps, and a plan is forgotten with its frames. Up to there nothing changes.
+        found = list(takewhile(lambda step: not step.is_kept and ops.get(step.number) == step.op, known))
+        first = found[-1].number + 1 if found else 0
+        query = "SELECT step, op, state, manifest FROM steps WHERE step >= ? ORDER BY step"
+        for step, op, state, data in log.rows(query, (first,)):
+            if step < next_step or state != State.SCHEDULED:  # else planned, and no rank has it yet
+                manifest = read_manifest(data)
+                is_kept = bool(manifest.groups) and kept.issuperset(manifest.groups)
+                found.append(LoggedStep(step, op, manifest, is_kept))
+    return found
 
 
 def kept_groups(folder: str | Path) -> list[tuple[str, str]]:

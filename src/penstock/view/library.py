@@ -15,6 +15,7 @@ import msgspec
 from penstock.errors import InvalidInput, PenstockError, UnknownKey
 from penstock.view.folders import EXPORTS
 from penstock.view.group_tree import branches
+from penstock.view.history import history_of
 from penstock.view.index import StepIndex, find
 from penstock.view.jsonl import encode_line
 from penstock.view.plane_groups import EVALUATION, dropped_of, plane_of, records_of
@@ -71,7 +72,9 @@ class Library:
     def _run(self, export: str, run: str) -> dict[str, Any]:
         state = state_of(self.home(export, run))
         steps = [step.number for step in self._steps(export, run)]
-        return {"run": run, "steps": steps, "state": None if state is None else msgspec.to_builtins(state)}
+        found = {"run": run, "steps": steps, "state": None if state is None else msgspec.to_builtins(state)}
+        is_plane = run != EVALUATION and self._export(export).is_plane
+        return found | ({"source": "plane"} if is_plane else {})
 
     def _steps(self, export: str, run: str, after: int = -1) -> list[Step]:
         found = self._export(export)
@@ -99,6 +102,9 @@ class Library:
 
     def points(self, export: str, run: str, first: int = 0) -> dict[str, Any]:
         """Return what exported steps add to a run's curves, from step `first`. The markers of a step are read once."""
+        opened = self._export(export)
+        if opened.is_plane and run != EVALUATION:
+            return {"steps": [step.point() for step in opened.logged() if step.number >= first]}
         found = []
         for step in self._steps(export, run, after=first - 1):
             with suppress(FileNotFoundError):  # the step is being written again: it is here when it is finished
@@ -122,6 +128,11 @@ class Library:
         """Return the groups that did not reach the trainer."""
         self._check_run(export, run)
         return dropped_of(self.home(export, run))
+
+    def history(self, export: str, run: str) -> dict[str, Any]:
+        """Return what became of environments and prompts over the run."""
+        self._check_run(export, run)
+        return history_of(self.home(export, run))
 
     def dropped_group(self, export: str, run: str, group: str) -> dict[str, Any]:
         """Return the rollouts of a quarantined group in the form of samples."""

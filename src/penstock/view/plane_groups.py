@@ -107,20 +107,20 @@ def evaluation_steps(folder: Path) -> list[EvaluationStep]:
     ]
 
 
-def record_of(sample: Sample, *, step: int, index: int) -> Record:
-    """Make the record of a sample without loss terms."""
+def record_of(sample: Sample, *, step: int, index: int, rank: int = 0, version: int | None = None) -> Record:
+    """Make the record of a sample without loss terms. `version` is that of the policy its step was drawn for."""
     fields: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "step": step,
         "export_step": step,
-        "rank": 0,
+        "rank": rank,
         "micro_step": index,
         "micro_sequence_idx": 0,
         "export_sequence_idx": index,
     }
     (batch,) = pack([sample], ranks=1, seq_len=sample.num_tokens, columns=tuple(sample.own.values())).ranks[0]
     copy = BatchCopy.of(batch, None)
-    return next(copy.records(fields, None, untrained=True))
+    return next(copy.records(fields, version, untrained=True))
 
 
 def dropped_of(folder: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from penstock.errors import ConfigError, CorruptFile, InvalidInput, UnknownKey
 from penstock.view.folders import EXPORTS, STABLE, Done, exports_of, marked_ranks, read_done, step_folder, steps_in
 from penstock.view.jsonl import MalformedLine, encode_line, parse_line
 from penstock.view.plane_groups import EVALUATION, evaluation_steps
+from penstock.view.plane_steps import PlaneStep, PlaneSteps
 from penstock.view.record import Record, Skipped
 
 ReadLine: TypeAlias = Callable[[], bytes]
@@ -65,6 +66,8 @@ class Step(Protocol):
 class Export:
     """The exports below a folder, of one run or several, and the evaluation groups of its plane.
 
+    Without exports, the steps are those of its plane.
+
     The folder may be that of a run, of several runs, of a plane, or a `token_exports` folder. With `awaited` it may be
     that of a run that has not exported anything yet.
     """
@@ -74,14 +77,28 @@ class Export:
         if self.folder.name == EXPORTS:
             self.folder = self.folder.parent
         if not self.folder.is_dir():
-            raise InvalidInput(f"{self.folder}: not a folder; give the folder that TokenExporter was given")
+            raise InvalidInput(f"{self.folder}: not a folder; give the folder of a run, or of TokenExporter")
+        self._plane = PlaneSteps(self.folder)
         if not awaited and not self.runs:
-            raise InvalidInput(f"{self.folder}: no token_exports in it; give the folder that TokenExporter was given")
+            raise InvalidInput(
+                f"{self.folder}: no token_exports in it, and no plane with a step; give the folder of a run, or of "
+                "TokenExporter"
+            )
 
     @property
     def runs(self) -> list[str]:
-        """Names of runs with exports: "" for the folder itself, `EVALUATION` for evaluation groups."""
-        return [*self._exported, *([EVALUATION] if evaluation_steps(self.folder) else [])]
+        """Names of runs with steps: "" for the folder itself, `EVALUATION` for evaluation groups."""
+        trained = self._exported or [""] * bool(self._plane.all())
+        return [*trained, *([EVALUATION] if evaluation_steps(self.folder) else [])]
+
+    @property
+    def is_plane(self) -> bool:
+        """Whether steps come from the plane, because nothing is exported."""
+        return not self._exported and bool(self._plane.all())
+
+    def logged(self) -> list[PlaneStep]:
+        """Return all steps of the plane, also those that can no longer be opened."""
+        return self._plane.all()
 
     @property
     def _exported(self) -> list[str]:
@@ -93,6 +110,8 @@ class Export:
         run = self.choose(run)
         if run == EVALUATION:
             return [step for step in evaluation_steps(self.folder) if step.number > after]
+        if not self._exported:
+            return [step for step in self._plane.kept() if step.number > after]
         found = (StepFolder(number=number, run=run, path=path) for number, path in steps_in(self._exports(run)))
         return [step for step in found if step.number > after and step.is_stable]
 

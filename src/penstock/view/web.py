@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SCRIPTS = (
     *("text", "source", "live", "scale", "rules", "charts", "lines", "curves", "filters", "list", "tokens", "side"),
-    *("bar", "compare", "step", "run", "groups", "dropped", "keys", "top", "app"),
+    *("bar", "compare", "step", "run", "groups", "prompts", "dropped", "keys", "top", "app"),
 )
 """In the order in which they are joined. A page requests one file instead of twenty."""
 _TYPES = {
@@ -81,6 +81,7 @@ def answers(library: Library) -> dict[str, Callable[[Request], Any]]:
         "search": lambda request: library.search(*_step_of(request), request.query_params.get("query", "")),
         "group": lambda request: library.group(*_step_of(request), request.query_params.get("group", "")),
         "dropped": lambda request: library.dropped(*_run_of(request)),
+        "history": lambda request: library.history(*_run_of(request)),
         "dropped_group": lambda request: library.dropped_group(
             *_run_of(request), request.query_params.get("group", "")
         ),

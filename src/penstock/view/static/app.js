@@ -1,7 +1,7 @@
 // The page's router: keeps the state in the address, so that it can be shared, and shows the page for it.
 "use strict";
 {
-  const PAGES = ["samples", "step", "run", "groups", "dropped"];
+  const PAGES = ["run", "step", "groups", "samples", "prompts", "dropped"];
   const byId = (id) => document.getElementById(id);
   const at = { page: "samples", export: "", run: "", step: 0, sample: -1, token: -1 };
   let query = new URLSearchParams();
@@ -57,9 +57,8 @@
     const number = (text, other) => (/^\d+$/.test(text || "") ? Number(text) : other);
     const last = run.steps[run.steps.length - 1] ?? 0;
     const wanted = number(parts[3], last);
-    const isLive = run.state && run.state.state === "running";
     Object.assign(at, {
-      page: PAGES.includes(parts[0]) ? parts[0] : isLive || !run.steps.length ? "run" : "samples",
+      page: PAGES.includes(parts[0]) ? parts[0] : ps.source.isEmbedded && run.steps.length ? "samples" : "run",
       export: chosen.name,
       run: run.run,
       step: run.steps.includes(wanted) ? wanted : last,
@@ -190,6 +189,12 @@
       const words = ps.top.stateOf(runNow())[1];
       return void (await ps.runPage.show(page, { ...at }, otherRuns(), words, openNearest));
     }
+    if (at.page === "prompts") {
+      const gone = (step) => `Step ${step} cannot be opened: it was not exported, and its frames are freed.`;
+      const open = (step) =>
+        runNow().steps.includes(step) ? go({ page: "groups", step, sample: -1, token: -1 }) : notice(gone(step));
+      return void ps.promptsPage(page, await ps.source.history(at), open);
+    }
     if (at.page === "dropped") return void ps.droppedPage(page, await ps.source.dropped(at), at);
     if (!runNow().steps.length) return void ps.fill(page, ps.el("p", { class: "empty" }, ps.top.stateOf(runNow())[1]));
     const found = await ps.source.step(at);
@@ -298,8 +303,8 @@
     ["c", "colour by the next column", { c: ps.bar.cycle }],
     ["l", "list of samples, on a narrow screen", { l: toggleList }],
     [
-      "1 … 5",
-      "samples, step, run, groups, dropped",
+      "1 … 6",
+      "run, step, groups, samples, prompts, dropped",
       Object.fromEntries(PAGES.map((name, i) => [String(i + 1), page(name)])),
     ],
     ["/", "search", { "/": () => byId("search") && byId("search").focus() }],

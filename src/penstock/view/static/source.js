@@ -117,6 +117,7 @@
     step: (at) => ask("step", ofStep(at)),
     group: (at, group) => ask("group", { ...ofStep(at), group }),
     dropped: (at) => ask("dropped", ofRun(at)),
+    history: (at) => ask("history", ofRun(at)),
     droppedGroup: async (at, group) =>
       (await ask("dropped_group", { ...ofRun(at), group })).samples.map((one) => opened(one)),
     sample: async (at) => opened(await ask("sample", { ...ofStep(at), sample: at.sample })),

@@ -1,7 +1,7 @@
 // The top bar: which run and step, the pages, and whether the run goes on.
 "use strict";
 {
-  const NAMES = { run: "Run", step: "Step", groups: "Groups", samples: "Samples", dropped: "Dropped" };
+  const NAMES = { run: "Run", step: "Step", groups: "Groups", samples: "Samples", prompts: "Prompts", dropped: "Dropped" };
 
   // The run's state as a label and as a sentence.
   function stateOf(run) {
@@ -9,9 +9,15 @@
     const said = run.state;
     const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
     const lost = ps.live.isOpen() ? "" : " Nobody answers at the address of this page; it tries again by itself.";
-    const exported = run.steps.length
-      ? run.steps.length + (run.steps.length === 1 ? " exported step." : " exported steps.")
-      : "Nothing was exported yet; it appears here when it is.";
+    const count = run.steps.length + (run.steps.length === 1 ? " step" : " steps");
+    const exported =
+      run.source === "plane"
+        ? count +
+          " read from the plane: tokens as they were put, while their frames are kept. What the trainer computed, such" +
+          " as its log-probabilities, needs a TokenExporter."
+        : run.steps.length
+          ? run.steps.length + (run.steps.length === 1 ? " exported step." : " exported steps.")
+          : "Nothing was exported yet; it appears here when it is.";
     if (!said) return [lost ? "offline" : "", exported + lost];
     const took = said.ended ? ", after " + ps.number(Math.round(said.ended - said.began)) + " s" : "";
     const words = {
@@ -22,7 +28,8 @@
       gone: "Its process is gone, and did not say why.",
     }[said.state];
     const word = said.state === "running" ? (lost ? "offline" : "live") : said.state;
-    const steps = run.steps.length ? "" : " No step has been exported yet; the first appears here when it comes.";
+    const none = " No step has been exported yet; the first appears here when it comes.";
+    const steps = run.source === "plane" ? " " + exported : run.steps.length ? "" : none;
     const again = lost && said.state !== "running" ? " `penstock view` with its folder shows it again." : lost;
     return [word, words + steps + again];
   }

@@ -1,0 +1,126 @@
+// Environments and prompts over the run, from the plane's log: which are learned, slow or never solved.
+"use strict";
+{
+  const SHOWN = 300;
+  const SORTS = {
+    groups: ["most often trained", (a, b) => b.groups - a.groups],
+    gained: ["most gained", (a, b) => change(b) - change(a)],
+    lost: ["most lost", (a, b) => change(a) - change(b)],
+    low: ["lowest mean reward", (a, b) => (a.mean ?? Infinity) - (b.mean ?? Infinity)],
+    high: ["highest mean reward", (a, b) => (b.mean ?? -Infinity) - (a.mean ?? -Infinity)],
+  };
+  const change = (one) => (one.first === null ? 0 : one.last - one.first);
+
+  const cell = (text, name) => ps.el("td", { class: name ? "name" : "" }, text);
+  const value = (number, digits) => (number === null ? "–" : number.toFixed(digits));
+
+  // A small curve, drawn once it is on the page.
+  function spark(values, label) {
+    const canvas = ps.el("canvas", { class: "spark", role: "img", "aria-label": label });
+    requestAnimationFrame(() => {
+      const { pen, width, height } = ps.prepare(canvas, 22);
+      if (!values.length) return;
+      const low = Math.min(...values);
+      const high = Math.max(...values);
+      const x = (i) => 2 + (i / Math.max(values.length - 1, 1)) * (width - 4);
+      const y = (v) => (high === low ? height / 2 : 3 + (1 - (v - low) / (high - low)) * (height - 6));
+      const colour = ps.palette().accent;
+      pen.strokeStyle = pen.fillStyle = colour;
+      pen.lineWidth = 1.5;
+      pen.beginPath();
+      values.forEach((v, i) => (i ? pen.lineTo(x(i), y(v)) : pen.moveTo(x(i), y(v))));
+      pen.stroke();
+      pen.fillRect(x(values.length - 1) - 2, y(values[values.length - 1]) - 2, 4, 4);
+    });
+    return canvas;
+  }
+
+  function grid(id, names, rows, numbers) {
+    const head = names.map((name, i) => ps.el("th", { scope: "col", class: numbers[i] ? "" : "name" }, name));
+    return ps.el(
+      "div",
+      { class: "table" },
+      ps.el("table", { class: "grid", id }, ps.el("thead", {}, ps.el("tr", {}, ...head)), ps.el("tbody", {}, ...rows)),
+    );
+  }
+
+  function environments(found) {
+    const names = ["environment", "reward", "groups", "mean reward", "tokens", "seconds", "truncated"];
+    const rows = found.envs.map((one) =>
+      ps.el(
+        "tr",
+        {},
+        cell(ps.visible(one.env || "–"), true),
+        ps.el("td", { class: "name" }, spark(one.curve, "rewards of " + (one.env || "groups without a name"))),
+        cell(ps.number(one.groups)),
+        cell(value(one.reward, 3)),
+        cell(value(one.length, 0)),
+        cell(value(one.seconds, 1)),
+        cell(one.truncated === null ? "–" : ps.percent(one.truncated, 1)),
+      ),
+    );
+    return grid("envs", names, rows, [0, 0, 1, 1, 1, 1, 1]);
+  }
+
+  function prompts(rows, open) {
+    const names = ["prompt", "environment", "reward", "groups", "first", "last", "best", "mean", "last trained"];
+    const lines = rows.map((one) => {
+      const step = ps.el("button", { type: "button", class: "link" }, "step " + one.last_step);
+      step.addEventListener("click", () => open(one.last_step));
+      return ps.el(
+        "tr",
+        {},
+        cell(ps.visible(one.prompt || "–"), true),
+        cell(ps.visible(one.env || "–"), true),
+        ps.el("td", { class: "name" }, spark(one.curve, "rewards of this prompt")),
+        cell(ps.number(one.groups)),
+        ...["first", "last", "best", "mean"].map((key) => cell(value(one[key], 3))),
+        ps.el("td", {}, step),
+      );
+    });
+    return grid("prompts", names, lines, [0, 0, 0, 1, 1, 1, 1, 1, 1]);
+  }
+
+  ps.promptsPage = function (element, found, open) {
+    if (!found.envs) {
+      const text = found.error || "No plane has kept its log here, so prompts over steps are not known.";
+      return ps.fill(element, ps.el("p", { class: "empty" }, text));
+    }
+    if (!found.prompts.length)
+      return ps.fill(element, ps.el("p", { class: "empty" }, "No step has been trained yet."));
+    const list = ps.el("div", {});
+    const search = ps.el("input", { id: "find-prompt", placeholder: "part of a name", value: ps.query.get("prompt") || "" });
+    const draw = () => {
+      const wanted = search.value.toLowerCase();
+      const [, order] = SORTS[ps.query.get("sort")] || SORTS.groups;
+      const rows = found.prompts
+        .filter((one) => (one.prompt + " " + one.env).toLowerCase().includes(wanted))
+        .sort(order);
+      const more = rows.length > SHOWN ? "the first " + SHOWN + " of " + ps.number(rows.length) : ps.number(rows.length);
+      ps.fill(list, ps.el("p", { class: "dim small", id: "prompts-shown" }, more + " shown"), prompts(rows.slice(0, SHOWN), open));
+    };
+    search.addEventListener("input", () => {
+      ps.query.set({ prompt: search.value || null });
+      draw();
+    });
+    const sorts = Object.entries(SORTS).map(([key, [text]]) => [key, text]);
+    const box = ps.select("prompt-sort", "Order", sorts, ps.query.get("sort") || "groups", (chosen) => {
+      ps.query.set({ sort: chosen });
+      draw();
+    });
+    const note =
+      found.num_prompts > found.prompts.length
+        ? "the " + ps.number(found.prompts.length) + " of " + ps.number(found.num_prompts) + " prompts trained most often"
+        : ps.number(found.num_prompts) + (found.num_prompts === 1 ? " prompt" : " prompts");
+    const summary = `${note}, ${ps.number(found.groups)} groups in ${ps.number(found.steps)} steps`;
+    ps.fill(
+      element,
+      ps.el("h2", {}, "Environments, last 10 steps"),
+      environments(found),
+      ps.el("h2", {}, "Prompts"),
+      ps.el("div", { class: "controls tools" }, ps.el("label", {}, "order", box), ps.el("label", {}, "find", search), ps.el("span", { class: "dim" }, summary)),
+      list,
+    );
+    draw();
+  };
+}
