@@ -51,9 +51,9 @@ class VllmStandIn:
     def __init__(self, *, delay_s: float = 0.0) -> None:
         self.asked: list[tuple[float, tuple[int, ...]]] = []
         """When (`time.monotonic()`) each completion was asked for, and the prompt's ids."""
+        self.answered: list[tuple[float, tuple[int, ...]]] = []
         handler = type("Handler", (_Completions,), {"stand_in": self, "delay_s": delay_s})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> Self:
@@ -63,6 +63,12 @@ class VllmStandIn:
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None: ...  # a client that was killed
 
 
 class _Completions(BaseHTTPRequestHandler):
@@ -83,6 +89,7 @@ class _Completions(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.end_headers()
         self.wfile.write(body)
+        self.stand_in.answered.append((time.monotonic(), tuple(asked["prompt"])))
 
     def log_message(self, format: str, *args: Any) -> None: ...  # noqa: A002 - the base class's name
 
