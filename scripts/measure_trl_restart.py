@@ -1,11 +1,12 @@
 """Measures what a `kill -9` costs a TRL run, with and without a plane: the table of docs/integrations/trl.md.
 
-    python scripts/measure_trl_restart.py
+    python scripts/measure_trl_restart.py [QUEUE]
 
 TRL's real trainer and rollout worker train a tiny model against a stand-in for vLLM's HTTP server, which lists what it
 was asked for. Each of the two runs is killed when optimizer step 7 is done, left alone for a few seconds, and resumed
 from its last checkpoint, of step 6. No prompt repeats within a run, so a prompt that is asked for again after the
-restart was generated in vain before it.
+restart was generated in vain before it. At most QUEUE samples wait for training (TRL's `queue_maxsize`; 64, and 0 for no
+limit, which is TRL's default).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import Any
 
 STEPS, KILL_AT, SAVE_EVERY, GENERATIONS = 20, 7, 3, 4
 PAUSE_S = 5.0
-DELAY_S = 0.01
-"""Seconds that the stand-in takes for a completion, so that generation does not starve training of the machine."""
+DELAY_S, STEP_S = 0.02, 0.5
+"""Seconds that the stand-in takes for a completion, and that an optimizer step takes longer than the tiny model's."""
 MARGIN_S = 1.0
 """A group is complete if all its completions were answered so long before the kill: scoring and putting take a moment."""
 
@@ -37,7 +38,7 @@ def vowels(completions: list[Any], **_: Any) -> list[float]:
     return [float(sum(letter in "aei" for letter in messages[-1]["content"])) for messages in completions]
 
 
-def train(kind: str, url: str) -> None:
+def train(kind: str, url: str, queue: int) -> None:
     """One start of the run in this folder, "plain" or "durable". Prints a line for every optimizer step."""
     import torch
     from datasets import Dataset
@@ -52,6 +53,7 @@ def train(kind: str, url: str) -> None:
     class Steps(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
             print(f"step {state.global_step}", flush=True)
+            time.sleep(STEP_S)
 
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(byte_model("model"))
@@ -67,6 +69,7 @@ def train(kind: str, url: str) -> None:
             eos_token_ids=[tokenizer.eos_token_id],
             num_generations=GENERATIONS,
             max_inflight_tasks=8,
+            queue_maxsize=queue,
             vllm_server_url=url,
         )
         trainer = AsyncGRPOTrainer(
@@ -81,12 +84,12 @@ def train(kind: str, url: str) -> None:
     trainer.train(resume_from_checkpoint=last_checkpoint("out"))
 
 
-def measure(kind: str, folder: Path) -> dict[str, int]:
+def measure(kind: str, folder: Path, queue: int) -> dict[str, int]:
     """Kill and resume one run. Returns completions, by what became of them."""
     from penstock.testing.trl_cpu import VllmStandIn
 
     with VllmStandIn(delay_s=DELAY_S) as server:
-        command = [sys.executable, str(Path(__file__).resolve()), kind, server.url]
+        command = [sys.executable, str(Path(__file__).resolve()), kind, server.url, str(queue)]
         with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True) as first:
             assert first.stdout is not None
             for line in first.stdout:
@@ -119,15 +122,18 @@ def prompt_of(ids: tuple[int, ...]) -> str:
     return found.group(1).decode()
 
 
-def main() -> None:
+def main(queue: int) -> None:
     found = {}
     for kind in ("plain", "durable"):
         with tempfile.TemporaryDirectory() as folder:
-            found[kind] = measure(kind, Path(folder))
-    print(f"load {os.getloadavg()[0]:.1f}\n\n| completions | plain TRL | with `Durable` |\n|---|---|---|")
+            found[kind] = measure(kind, Path(folder), queue)
+    print(f"load {os.getloadavg()[0]:.1f}, queue_maxsize={queue}\n\n| completions | plain TRL | with `Durable` |\n|---|---|---|")
     for row, count in found["plain"].items():
         print(f"| {row} | {count} | {found['durable'][row]} |")
 
 
 if __name__ == "__main__":
-    main() if len(sys.argv) == 1 else train(sys.argv[1], sys.argv[2])
+    if len(sys.argv) > 2:
+        train(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    else:
+        main(int(sys.argv[1]) if len(sys.argv) > 1 else 64)

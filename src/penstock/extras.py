@@ -38,13 +38,14 @@ EXTRAS = {
     "metrics": Extra(modules=("prometheus_client", "uvicorn"), purpose="pages for Prometheus"),
     "tensorboard": Extra(modules=("tensorboard",), purpose="training metrics to TensorBoard"),
     "wandb": Extra(modules=("wandb",), purpose="training metrics to Weights & Biases"),
+    "trackio": Extra(modules=("trackio",), purpose="training metrics to Trackio"),
     "postgres": Extra(modules=("psycopg",), purpose="logs in PostgreSQL"),
     "ray": Extra(modules=("ray",), purpose="planes as actors of a Ray cluster"),
     "verifiers": Extra(modules=("verifiers",), purpose="rollouts with verifiers' environments"),
     "demo": Extra(modules=("torch", "PIL", "orjson", "safetensors", "transformers"), purpose="penstock demo and train"),
     "transformers": Extra(modules=("torch", "accelerate", "safetensors", "transformers"), purpose="PlaneTrainer"),
     "trl": Extra(
-        modules=("torch", "accelerate", "trl", "requests"), purpose="PlaneRolloutWorker for TRL's AsyncGRPOTrainer"
+        modules=("torch", "accelerate", "trl", "requests"), purpose="Durable rollouts for TRL's AsyncGRPOTrainer"
     ),
     "testing": Extra(modules=("hypothesis",), purpose="penstock.testing: strategies for your own tests"),
     "bench": Extra(modules=("torch", "cpprb", "torchrl", "pyarrow", "matplotlib"), purpose="penstock bench"),

@@ -9,6 +9,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,18 +157,24 @@ class Loop:
     async def _score_group(self, group: Any) -> Any:
         return group
 
+    async def _generate_one(self, prompt: Any, *, group_id: int) -> Any:
+        return (prompt, group_id)
+
+    def _push_metrics(self, values: dict[str, float]) -> None:
+        self.pushed = values
+
     def _repeat_iterator(self) -> Iterator[tuple[int, Any]]:
         return ((i, f"row {i}") for i in range(6))
 
 
 def test_prompts_that_were_put_are_passed_over_and_ids_go_on() -> None:
-    loop = ChildLoop(Loop, 10, {11, 14})(rollout_buffer=queue.Queue())
+    loop = ChildLoop(Loop, 10, {11, 14}, threading.Event())(rollout_buffer=queue.Queue())
     assert list(loop._repeat_iterator()) == [(10, "row 0"), (12, "row 2"), (13, "row 3"), (15, "row 5")]
 
 
 def test_a_group_is_sent_as_one_item_and_once_however_often_the_queue_is_full() -> None:
     groups: queue.Queue[Any] = queue.Queue(1)
-    loop = ChildLoop(Loop, 0, ())(rollout_buffer=groups)
+    loop = ChildLoop(Loop, 0, (), threading.Event())(rollout_buffer=groups)
     for name in ("a", "b"):
         rows = asyncio.run(loop._score_group([f"{name}{i}" for i in range(3)]))
         for row in rows[:2]:
@@ -179,6 +186,25 @@ def test_a_group_is_sent_as_one_item_and_once_however_often_the_queue_is_full() 
             assert groups.get_nowait() == ["a0", "a1", "a2"]
         loop.rollout_buffer.put_nowait(rows[2])
     assert groups.get_nowait() == ["b0", "b1", "b2"] and isinstance(loop.rollout_buffer, GroupBuffer)
+
+
+def test_without_room_no_group_is_begun_and_one_that_was_begun_is_finished() -> None:
+    room = threading.Event()
+    loop = ChildLoop(Loop, 0, (), room)(rollout_buffer=queue.Queue())
+
+    async def generate() -> tuple[Any, bool]:
+        room.set()
+        await loop._generate_one("a", group_id=1)
+        room.clear()
+        waiting = asyncio.create_task(loop._generate_one("c", group_id=2))
+        await asyncio.sleep(0)  # let it begin to wait
+        same = await loop._generate_one("b", group_id=1)
+        done = waiting.done()
+        room.set()
+        return (same, await waiting), done
+
+    assert asyncio.run(generate()) == ((("b", 1), ("c", 2)), False)
+    assert loop.pushed.keys() == {"rollout/backpressure_s"}
 
 
 def test_a_plane_whose_log_is_elsewhere_is_rejected_for_a_worker_of_trl(tmp_path: Path) -> None:

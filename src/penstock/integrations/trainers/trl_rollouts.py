@@ -1,10 +1,12 @@
 """Puts what TRL's own rollout worker generates at a plane: reward functions, tools and environments stay TRL's.
 
-TRL's worker generates and scores in a child process and sends single samples to the trainer. Three things are added to
+TRL's worker generates and scores in a child process and sends single samples to the trainer. Four things are added to
 that child (`ChildLoop`), all of them around TRL's own loop:
 
-    a group is sent as one item       so that it is put complete, however many rows its conversations forked into
+    a group is sent as one item        so that it is put complete, however many rows its conversations forked into
     prompts that were put are skipped  and counted on, so group ids never repeat, over restarts too
+    it waits before it generates       if as many samples wait as `queue_maxsize` allows; TRL's own loop waits afterwards,
+                                       with finished groups in memory, which a crash would lose
     it ends with the trainer           TRL's child goes on generating after a `kill -9` of its parent
 
 A group of prompt i is put as `trl-i`. Its samples keep TRL's advantages, log-probabilities and metrics, and the messages
@@ -13,6 +15,7 @@ of prompt and completion in a column of their own, because TRL logs them.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import logging
@@ -21,6 +24,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +46,6 @@ MESSAGES = Column("trl_messages", dtype="uint8", ragged=True)
 """JSON of prompt and completion, as bytes at a sample's first token."""
 _NAME = "trl-"
 _LOOK_S = 0.2
-_QUEUED = 8
-"""Groups between the child and the trainer if TRL's queue is bounded: what waits there is lost in a crash."""
 
 
 # ------------------------------------------------------------------ in TRL's child process
@@ -58,12 +60,15 @@ class ChildLoop:
     """Index of the prompt that TRL's iterator begins with."""
     done: Collection[int]
     """Indices of prompts after it that were put already."""
+    room: Any
+    """An event that is set while groups may be begun."""
 
     def __call__(self, **settings: Any) -> Any:
         threading.Thread(target=_end_with_parent, name="penstock-parent", daemon=True).start()
         buffer = settings["rollout_buffer"] = GroupBuffer(settings["rollout_buffer"])
         loop = self.loop_class(**settings)
-        score, repeat = loop._score_group, loop._repeat_iterator
+        score, repeat, generate = loop._score_group, loop._repeat_iterator, loop._generate_one
+        begun: set[int] = set()
 
         async def score_group(group: Any) -> Any:
             rows = await score(group)
@@ -73,7 +78,17 @@ class ChildLoop:
         def remaining() -> Iterator[tuple[int, Any]]:
             return ((self.first + i, row) for i, row in repeat() if self.first + i not in self.done)
 
-        loop._score_group, loop._repeat_iterator = score_group, remaining
+        async def generate_one(*args: Any, group_id: int, **more: Any) -> Any:
+            before = time.monotonic()
+            # A group that was begun is finished: half of one would be lost in a crash.
+            while group_id not in begun and not self.room.is_set():
+                await asyncio.sleep(_LOOK_S / 2)
+            begun.add(group_id)
+            if (waited := time.monotonic() - before) > _LOOK_S / 4:
+                loop._push_metrics({"rollout/backpressure_s": waited})
+            return await generate(*args, group_id=group_id, **more)
+
+        loop._score_group, loop._repeat_iterator, loop._generate_one = score_group, remaining, generate_one
         return loop
 
 
@@ -119,6 +134,7 @@ class Rollouts:
         dataset = worker._loop_kwargs["dataset"]
         self._prompts = len(dataset) if hasattr(dataset, "__len__") else None
         self._has_messages = MESSAGES.name in plane.columns
+        self._room = worker._mp_ctx.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="penstock-trl-rollouts", daemon=True)
 
@@ -129,16 +145,17 @@ class Rollouts:
         first = 0 if self._prompts is None else next(i for i in itertools.count() if i not in done)
         if not self._has_messages:
             logger.warning("the plane has no column %r: TRL logs no prompts and completions", MESSAGES.name)
-        if self._most:
-            self._worker.rollout_buffer = self._worker._mp_ctx.Queue(maxsize=_QUEUED)
+        self._look_for_room()
         self._worker._loop_kwargs["dataset_start_index"] = first
         later = frozenset(i for i in done if i >= first)
-        self._worker._loop_cls = ChildLoop(self._worker._loop_cls, first, later)
+        self._worker._loop_cls = ChildLoop(self._worker._loop_cls, first, later, self._room)
         self._worker.start()
         self._thread.start()
 
     def stop(self) -> None:
         """Stop TRL's worker and put what it has finished."""
+        self._most = 0
+        self._room.set()  # TRL's loop ends only when no rollout waits
         self._worker.stop()  # before the thread below: a child that cannot empty its queue does not end
         self._stopping.set()
         if self._thread.ident is not None:
@@ -147,7 +164,6 @@ class Rollouts:
     def _work(self) -> None:
         try:
             while rows := self._next():
-                self._await_room()
                 self._plane.put(self._samples(rows))
         except BaseException as error:
             if not self._stopping.is_set():
@@ -157,6 +173,7 @@ class Rollouts:
     def _next(self) -> list[RolloutSample] | None:
         """Return the rows of the next group, or None at the end."""
         while True:
+            self._look_for_room()
             last = self._stopping.is_set()  # read before the queue, so that nothing put before it is missed
             try:
                 rows: list[RolloutSample] = self._worker.rollout_buffer.get(timeout=_LOOK_S)
@@ -166,10 +183,12 @@ class Rollouts:
             else:
                 return rows
 
-    def _await_room(self) -> None:
-        """Wait while as many samples wait for training as TRL's queue may hold."""
-        while self._most and self._plane.ledger.held >= self._most and not self._stopping.wait(_LOOK_S):
-            pass
+    def _look_for_room(self) -> None:
+        """Let the child begin groups unless as many samples wait for training as TRL's queue may hold."""
+        if self._most and self._plane.ledger.held >= self._most:
+            self._room.clear()
+        else:
+            self._room.set()
 
     def _samples(self, rows: Sequence[RolloutSample]) -> list[Sample]:
         index = rows[0].group_id
