@@ -5,8 +5,8 @@
 TRL's real trainer and rollout worker train a tiny model against a stand-in for vLLM's HTTP server, which lists what it
 was asked for. Each of the two runs is killed when optimizer step 7 is done, left alone for a few seconds, and resumed
 from its last checkpoint, of step 6. No prompt repeats within a run, so a prompt that is asked for again after the
-restart was generated in vain before it. At most QUEUE samples wait for training (TRL's `queue_maxsize`; 64, and 0 for no
-limit, which is TRL's default).
+restart was generated in vain before it. At most QUEUE samples wait for training (TRL's `queue_maxsize`), by default 64.
+0 is TRL's default: no limit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAUSE_S = 5.0
 DELAY_S, STEP_S = 0.02, 0.5
 """Seconds that the stand-in takes for a completion, and that an optimizer step takes longer than the tiny model's."""
 MARGIN_S = 1.0
-"""A group is complete if all its completions were answered so long before the kill: scoring and putting take a moment."""
+"""A group is complete if all its completions were answered this long before the kill: scoring and putting take time."""
 
 
 def brevity(completions: list[Any], **_: Any) -> list[float]:
@@ -127,7 +127,8 @@ def main(queue: int) -> None:
     for kind in ("plain", "durable"):
         with tempfile.TemporaryDirectory() as folder:
             found[kind] = measure(kind, Path(folder), queue)
-    print(f"load {os.getloadavg()[0]:.1f}, queue_maxsize={queue}\n\n| completions | plain TRL | with `Durable` |\n|---|---|---|")
+    print(f"load {os.getloadavg()[0]:.1f}, queue_maxsize={queue}\n")
+    print("| completions | plain TRL | with `Durable` |\n|---|---|---|")
     for row, count in found["plain"].items():
         print(f"| {row} | {count} | {found['durable'][row]} |")
 

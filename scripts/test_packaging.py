@@ -46,6 +46,8 @@ SMOKE = {
     "metrics": "from penstock.server.prometheus import expose; expose([], run='x')",
     "tensorboard": "import penstock.train.metrics_sinks",
     "wandb": "import penstock.train.metrics_sinks",
+    "trackio": "import penstock.train.metrics_sinks",
+    "otel": "from penstock.plane.group_spans import GroupSpans; GroupSpans('run', 'id').close()",
     "demo": "import penstock.commands.demo, penstock.train.trainer, penstock.demo.color",
     "verifiers": "from penstock.integrations.environments import verifiers_chat, verifiers_rollouts",
     "transformers": "import penstock.integrations.trainers.transformers_trainer",

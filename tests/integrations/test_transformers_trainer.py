@@ -298,7 +298,9 @@ def test_attention_that_mixes_samples_is_replaced_with_a_warning(
     trainer = trainer_of(tmp_path / "out", plane, model=stock_model(attention="mixing"), max_steps=1)
     assert trainer.model.config._attn_implementation == "penstock_packed"
     (record,) = [record for record in caplog.records if record.name == "penstock.trainer"]
-    assert "attention 'mixing' is replaced by 'penstock_packed', which keeps the samples of a row apart" in record.message
+    assert (
+        "attention 'mixing' is replaced by 'penstock_packed', which keeps the samples of a row apart" in record.message
+    )
 
 
 def test_trees_need_our_attention_and_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -339,7 +341,9 @@ def test_metrics_are_averaged_over_logging_steps_and_counts_are_those_of_the_pla
             assert row[name] == pytest.approx((a[name] + b[name]) / 2, abs=1e-6), name
         assert row["train/max_staleness"] == max(a["train/max_staleness"], b["train/max_staleness"])
     samples = plane.ledger.committed
-    assert found.metrics["train_samples_per_second"] == pytest.approx(samples / found.metrics["train_runtime"], abs=1e-2)
+    assert found.metrics["train_samples_per_second"] == pytest.approx(
+        samples / found.metrics["train_runtime"], abs=1e-2
+    )
     seen = [row["num_input_tokens_seen"] for row in logged(single)]
     assert seen == sorted(set(seen)) and seen[-1] > sum(group.loss_tokens for group in recorded_groups(8))
 

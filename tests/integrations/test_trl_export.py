@@ -61,8 +61,8 @@ def test_every_token_is_exported_with_its_reward_advantage_and_logprobs(tmp_path
     trainer.train()
     for step in (1, 2):
         records = list(Export(tmp_path / "tokens").step(step).records())
-        rows = [{name: value[i] for name, value in batch.items() if value.ndim} for batch in seen[2 * step - 2 : 2 * step]
-                for i in range(4)]  # fmt: skip
+        batches = seen[2 * step - 2 : 2 * step]
+        rows = [{name: v[i] for name, v in batch.items() if v.ndim} for batch in batches for i in range(4)]
         assert len(records) == len(rows) == 8
         assert {record.fields["sample_id"].count("/") for record in records} == {1}
         expected = sorted(_tokens(row) for row in rows)

@@ -59,7 +59,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trainer_of(model: Path, out: Path, worker: Durable, *, prompts: int = 1, callbacks: Any = (), **changes: Any) -> Any:
+def trainer_of(
+    model: Path, out: Path, worker: Durable, *, prompts: int = 1, callbacks: Any = (), **changes: Any
+) -> Any:
     settings: dict[str, Any] = {
         "max_steps": 4,
         "per_device_train_batch_size": PER_STEP,
@@ -134,7 +136,7 @@ def test_with_a_token_budget_no_sample_is_lost_and_few_are_repeated(model: Path,
         assert second.given[0] == first.given[position]
 
 
-class StopAt(TrainerCallback):
+class StopAt(TrainerCallback):  # type: ignore[misc]
     """Ends training after a step, as an interrupted run would."""
 
     def __init__(self, step: int) -> None:

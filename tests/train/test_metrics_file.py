@@ -61,7 +61,8 @@ def test_weights_and_biases_keeps_a_run_offline(tmp_path: Path, monkeypatch: pyt
 def test_trackio_stores_a_run_and_continues_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trackio", reason="trackio is not installed")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    script = "from tests.train.test_metrics_file import write; import sys, pathlib; write(pathlib.Path(sys.argv[1]), 'trackio')"
+    script = "import pathlib, sys; from tests.train.test_metrics_file import write; "
+    script += "write(pathlib.Path(sys.argv[1]), 'trackio')"
     for _ in range(2):  # trackio reads TRACKIO_DIR when it is imported
         subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=300)
     (database,) = (tmp_path / "trackio").glob("penstock*.db")

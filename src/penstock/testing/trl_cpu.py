@@ -76,7 +76,7 @@ class _Completions(BaseHTTPRequestHandler):
     delay_s: float
     protocol_version = "HTTP/1.1"
 
-    def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
+    def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.stand_in.asked.append((time.monotonic(), tuple(asked["prompt"])))
         time.sleep(self.delay_s)
@@ -120,7 +120,7 @@ def byte_model(folder: str | Path) -> Path:
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokens.decoder = decoders.ByteLevel()
     tokens.add_special_tokens([AddedToken(name, special=True) for name in _SPECIAL])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=_SPECIAL[2], pad_token=_SPECIAL[0])
     templates = Path(trl.__file__).parent / "chat_templates"
     tokenizer.chat_template = (templates / "qwen3.jinja").read_text()
     torch.manual_seed(0)

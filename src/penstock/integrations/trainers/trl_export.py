@@ -90,9 +90,7 @@ class ExportTokens(TrainerCallback):  # type: ignore[misc]
 
     # -------------------------------------------------------------- conversion
 
-    def _converted(
-        self, inputs: Any, logprobs: torch.Tensor, entropy: torch.Tensor | None
-    ) -> tuple[MicroBatch, Terms]:
+    def _converted(self, inputs: Any, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[MicroBatch, Terms]:
         plain = {name: value.cpu() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
         sampled = plain.get("sampling_per_token_logps", plain.get("old_per_token_logps", logprobs.cpu()))
         samples = [self._sample(plain, sampled, i) for i in range(len(plain["completion_ids"]))]
@@ -100,9 +98,7 @@ class ExportTokens(TrainerCallback):  # type: ignore[misc]
         (batch,) = pack(samples, ranks=1, seq_len=tokens, micro_batch_max_tokens=tokens).ranks[0]
         order = {sample.id: i for i, sample in enumerate(samples)}
         places = np.zeros((2, batch.num_tokens))
-        for name, start, length in zip(
-            batch.segments.ids, batch.segments.offsets, batch.segments.lengths, strict=True
-        ):
+        for name, start, length in zip(batch.segments.ids, batch.segments.offsets, batch.segments.lengths, strict=True):
             i = order[name]
             kept = plain["completion_mask"][i].bool()
             end, own = start + length, int(kept.sum())

@@ -5,12 +5,12 @@ that child (`ChildLoop`), all of them around TRL's own loop:
 
     a group is sent as one item        so that it is put complete, however many rows its conversations forked into
     prompts that were put are skipped  and counted on, so group ids never repeat, over restarts too
-    it waits before it generates       if as many samples wait as `queue_maxsize` allows; TRL's own loop waits afterwards,
-                                       with finished groups in memory, which a crash would lose
+    it waits before it generates       if as many samples wait as `queue_maxsize` allows; TRL's own loop waits
+                                       afterwards, with finished groups in memory, which a crash would lose
     it ends with the trainer           TRL's child goes on generating after a `kill -9` of its parent
 
-A group of prompt i is put as `trl-i`. Its samples keep TRL's advantages, log-probabilities and metrics, and the messages
-of prompt and completion in a column of their own, because TRL logs them.
+A group of prompt i is put as `trl-i`. Its samples keep TRL's advantages, log-probabilities and metrics, and the
+messages of prompt and completion in a column of their own, because TRL logs them.
 """
 
 from __future__ import annotations

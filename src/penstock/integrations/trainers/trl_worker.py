@@ -136,10 +136,10 @@ class Buffer(queue.Queue[Handed]):
 class Durable:
     """A rollout worker for `AsyncGRPOTrainer(rollout_worker=...)` whose samples are kept by a plane.
 
-    `worker` generates them: TRL's `AsyncRolloutWorker`, or None if other processes put groups at the plane. `plane` is a
-    folder, where the plane then runs in the trainer's process, an address, or a `Plane` opened with `ranks=1`: TRL packs
-    and distributes over its ranks itself. `settings` are those of `penstock.open`. Columns that TRL cannot carry are
-    rejected unless `drop` names them.
+    `worker` generates them: TRL's `AsyncRolloutWorker`, or None if other processes put groups at the plane. `plane` is
+    a folder, where the plane then runs in the trainer's process, an address, or a `Plane` opened with `ranks=1`: TRL
+    packs and distributes over its ranks itself. `settings` are those of `penstock.open`. Columns that TRL cannot carry
+    are rejected unless `drop` names them.
     """
 
     def __init__(
@@ -261,7 +261,12 @@ class Durable:
             return open_plane(where, **self._settings)
         # A restart needs every step since the last checkpoint. The one before it may have been cut short by the crash.
         retain = max(2 * save_steps if args.save_strategy == "steps" else args.max_steps, 64)
-        settings = {"ranks": 1, "seq_len": _SEQ_LEN, "retain_steps": retain, "columns": (MESSAGES,)} | self._settings
+        settings: dict[str, Any] = {
+            "ranks": 1,
+            "seq_len": _SEQ_LEN,
+            "retain_steps": retain,
+            "columns": (MESSAGES,),
+        } | self._settings
         if not any(name in settings for name in _TARGETS):
             settings["samples_per_step"] = _samples_per_step(args)
         return open_plane(where, **settings)
@@ -329,7 +334,7 @@ class Durable:
             raise
 
     def _samples(self, step: SourceStep, skip: int = 0) -> list[Handed]:
-        """Return the samples of a step without the first `skip`, group by group, numbered over all starts of the run."""
+        """Return the samples of a step without the first `skip`, group by group. Groups are numbered over restarts."""
         groups: dict[str, list[Sample]] = {}
         for sample in step.samples():
             groups.setdefault(sample.group, []).append(sample)
