@@ -40,7 +40,8 @@ EXTRAS = {
     "wandb": Extra(modules=("wandb",), purpose="training metrics to Weights & Biases"),
     "trackio": Extra(modules=("trackio",), purpose="training metrics to Trackio"),
     "otel": Extra(
-        modules=("opentelemetry.sdk", "opentelemetry.exporter"), purpose="a plane's groups as spans of OpenTelemetry"
+        modules=("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+        purpose="a plane's groups as spans of OpenTelemetry",
     ),
     "postgres": Extra(modules=("psycopg",), purpose="logs in PostgreSQL"),
     "ray": Extra(modules=("ray",), purpose="planes as actors of a Ray cluster"),

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -21,7 +21,7 @@ STAGES = ["put", "planned", "delivered", "committed"]
 
 
 class Collector(BaseHTTPRequestHandler):
-    bodies: list[bytes]
+    bodies: ClassVar[list[bytes]]
 
     def do_POST(self) -> None:
         self.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
@@ -38,14 +38,16 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="opentelemetry's exporter is not installed")
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-    handler = type("Handler", (Collector,), {"bodies": []})
-    with HTTPServer(("127.0.0.1", 0), handler) as server:
+    class Handler(Collector):
+        bodies: ClassVar[list[bytes]] = []
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
 
         def sent() -> list[Any]:
             found = []
-            for body in handler.bodies:
+            for body in Handler.bodies:
                 for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
                     names = {one.key: one.value.string_value for one in resource.resource.attributes}
                     assert names["service.name"] == "penstock"

@@ -44,7 +44,11 @@ class GroupSpans:
         """Send the spans of groups that have reached a stage. A step that is served again gives further spans."""
         now = time.time_ns()
         for row in rows:
-            values = {"penstock.run": self._run, "penstock.group": row.id, "penstock.prompt": row.prompt}
+            values: dict[str, str | int] = {
+                "penstock.run": self._run,
+                "penstock.group": row.id,
+                "penstock.prompt": row.prompt,
+            }
             values |= {"penstock.samples": row.samples, "penstock.tokens": row.tokens}
             if row.policy_version is not None:
                 values["penstock.policy_version"] = row.policy_version

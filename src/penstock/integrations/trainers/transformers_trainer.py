@@ -285,7 +285,8 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
 def over_steps(rows: list[dict[str, float]]) -> dict[str, float]:
     """Average metrics over steps, as Trainer does with the loss. Maxima stay maxima. What was never known is left out.
 
-    >>> over_steps([{"train/reward": 1.0, "train/max_log_ratio": 1.0}, {"train/reward": 2.0, "train/max_log_ratio": 4.0}])
+    >>> rows = [{"train/reward": 1.0, "train/max_log_ratio": 1.0}, {"train/reward": 2.0, "train/max_log_ratio": 4.0}]
+    >>> over_steps(rows)
     {'train/reward': 1.5, 'train/max_log_ratio': 4.0}
     """
     found: dict[str, float] = {}
