@@ -69,7 +69,7 @@ def test_trl_logs_and_trains_what_it_would_without_a_plane(tmp_path: Path) -> No
     model = byte_model(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"Sag {i}: ä"}] for i in range(5)]})
-    settings: dict[str, Any] = {"max_steps": 4, "per_device_train_batch_size": 8, "token_budget": 0}
+    settings: dict[str, Any] = {"max_steps": 3, "num_generations": 4, "token_budget": 2500}
     settings |= {"max_staleness": 99, "logging_steps": 1, "bf16": False, "use_cpu": True, "save_strategy": "no"}
     with VllmStandIn() as server:
         with trl_on_cpu():
@@ -107,7 +107,7 @@ def test_trl_logs_and_trains_what_it_would_without_a_plane(tmp_path: Path) -> No
         assert sample.completion[-1]["role"] == "assistant"
         assert sample.metrics["rewards/some"] == 1.0 or math.isnan(sample.metrics["rewards/some"])
     complete = [samples for samples in groups.values() if len(samples) == 4]
-    assert len(complete) >= 8 and set(groups) == set(range(len(groups)))
+    assert len(complete) >= 6 and set(groups) == set(range(len(groups)))
     for samples in complete:  # as TRL computes them: divided by the standard deviation
         rewards = np.array([sample.metrics["reward"] for sample in samples])
         expected = (rewards - rewards.mean()) / (rewards.std() + 1e-8)

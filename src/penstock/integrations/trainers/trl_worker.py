@@ -12,9 +12,7 @@ keeps track: which samples were handed over, in which order, and how many of the
     checkpoint after [d e f]: step 7 is done, and 2 of step 8
 
 A step of the plane is committed when all its samples are trained. The checkpoint holds the position, so a resumed run
-begins with g. With `token_budget=0` TRL takes a fixed number of samples per optimizer step, and the position is exact.
-With a token budget TRL does not report how many it took. The position is then what was handed over two optimizer steps
-before, which is certainly trained, and a resumed run trains up to two steps of samples again.
+begins with g.
 """
 
 from __future__ import annotations
@@ -51,9 +49,6 @@ from penstock.integrations.trainers.trl_samples import rollout_fields
 
 CANNOT_CARRY = ("sampling_mask", "routed_experts", "rl_weights", "ce_weights", "ref_kl_weights", "teacher_logprobs")
 """Columns that change the training and that TRL's samples cannot hold."""
-_LAG = 2
-"""Optimizer steps after which all samples that TRL had fetched are trained: it reads one micro-batch and one sample
-ahead."""
 _LOOK_S = 0.2
 _SEQ_LEN = 1 << 20
 """TRL limits the length of samples. The plane should not do so again."""
@@ -166,10 +161,7 @@ class Durable:
         self._stopping = threading.Event()
         self._error: BaseException | None = None
         self._handed: deque[tuple[Handed, bool]] = deque()
-        """Samples taken by TRL and not known to be trained, each with whether it was handed out or dropped."""
-        self._given = 0
-        self._marks: deque[int] = deque()
-        """Samples handed out before each of the last few optimizer steps, which may not be trained yet."""
+        """Samples taken by TRL and not trained yet, each with whether it will be trained or was dropped."""
         self._complete: list[int] = []
         """Trained steps that are not committed yet."""
         self._version = 0
@@ -259,42 +251,37 @@ class Durable:
         where = str(self._where)
         if "://" in where:
             return open_plane(where, **self._settings)
-        # A restart needs every step since the last checkpoint. The one before it may have been cut short by the crash.
-        retain = max(2 * save_steps if args.save_strategy == "steps" else args.max_steps, 64)
-        settings: dict[str, Any] = {
-            "ranks": 1,
-            "seq_len": _SEQ_LEN,
-            "retain_steps": retain,
-            "columns": (MESSAGES,),
-        } | self._settings
-        if not any(name in settings for name in _TARGETS):
-            settings["samples_per_step"] = _samples_per_step(args)
-        return open_plane(where, **settings)
+        budget, target = args.token_budget or 0, {"samples_per_step": _samples_per_step(args)}
+        if budget > 0:
+            target = {"tokens_per_step": budget * args.world_size * args.gradient_accumulation_steps}
+        # A restart needs every step since the last checkpoint, or the one before if a crash cut that short. Samples of
+        # a group share tokens, and TRL's budget counts these once: `num_generations` of our steps may fit into TRL's.
+        steps = 2 * save_steps if args.save_strategy == "steps" else args.max_steps
+        retain = max(steps * (args.num_generations if budget > 0 else 1), 64)
+        settings: dict[str, Any] = {"ranks": 1, "seq_len": _SEQ_LEN, "retain_steps": retain, "columns": (MESSAGES,)}
+        settings |= {} if any(name in self._settings for name in _TARGETS) else target
+        return open_plane(where, **settings | self._settings)
 
     def taken(self, handed: Handed) -> RolloutSample | None:
         """Record that TRL takes a sample. Returns it, or None if it has nothing to train or is too stale."""
         sample = handed.sample
         if sample is not None and self._version - sample.model_version > self._args.max_staleness:
-            self.metrics_queue.put({"sample/dropped_stale_total": 1.0})  # as TRL would, but here it is recorded
+            with suppress(queue.Full):  # as TRL would count it, if there is room
+                self.metrics_queue.put_nowait({"sample/dropped_stale_total": 1.0})
             sample = None
-        self._handed.append((handed, sample is not None))
-        self._given += sample is not None
+        # A sample beyond the budget is given to TRL, which drops it and counts that.
+        is_trained = sample is not None and not 0 < (self._args.token_budget or 0) < len(sample.input_ids)
+        self._handed.append((handed, is_trained))
         return sample
 
     def on_step_end(self, *, syncs: bool) -> None:
         """Record that an optimizer step is done. With `syncs`, weights are sent out next."""
-        self._pass_by(self._trained())
+        # TRL counts the samples of its optimizer step, and sets the count back after this.
+        assert self._trainer is not None
+        self._pass_by(round(self._trainer._step_samples))
         if not syncs:
             self.progress.version = self._version + 1  # of the next weights to be sent out
             self._commit()
-
-    def _trained(self) -> int:
-        """Return the number of samples trained since the last call."""
-        if self._args.token_budget is not None and self._args.token_budget <= 0:
-            return _samples_per_step(self._args)
-        self._marks.append(self._given)
-        self._given = 0
-        return self._marks.popleft() if len(self._marks) > _LAG else 0
 
     def _pass_by(self, count: int) -> None:
         """Move past `count` trained samples, and past the dropped ones among them."""
