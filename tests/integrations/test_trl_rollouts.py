@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
+import multiprocessing
 import os
 import queue
 import signal
@@ -20,7 +22,7 @@ import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
-from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 
 import penstock as ps
 from penstock.errors import ConfigError
@@ -165,6 +167,32 @@ class Loop:
 
     def _repeat_iterator(self) -> Iterator[tuple[int, Any]]:
         return ((i, f"row {i}") for i in range(6))
+
+
+@pytest.mark.filterwarnings("default")  # TRL's own
+def test_trls_own_loop_passes_over_what_was_put_also_of_an_iterable_dataset(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(byte_model(tmp_path / "model"))
+    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{i}"}] for i in range(4)]})
+    context = multiprocessing.get_context("spawn")
+    shared = {"model_version_value": context.Value("i", 0), "heartbeat_value": context.Value("d", 0.0)}
+    for dataset, first in ((rows, 2), (rows.to_iterable_dataset(), 0)):
+        loop = ChildLoop(_AsyncRolloutLoop, first, {0, 1, 3, 5}, context.Event())(
+            model_name="model",
+            dataset=dataset,
+            dataset_start_index=first,
+            reward_funcs=[brevity],
+            processing_class=tokenizer,
+            eos_token_ids=[tokenizer.eos_token_id],
+            num_generations=2,
+            rollout_buffer=queue.Queue(),
+            failed_event=context.Event(),
+            exception_info_queue=None,
+            metrics_queue=queue.Queue(),
+            **shared,
+        )
+        found = [(i, row["prompt"][0]["content"]) for i, row in itertools.islice(loop._repeat_iterator(), 8)]
+        loop._loop.close()
+        assert found == [(2, "2")] * 2 + [(4, "0")] * 2 + [(6, "2")] * 2 + [(7, "3")] * 2
 
 
 def test_prompts_that_were_put_are_passed_over_and_ids_go_on() -> None:
