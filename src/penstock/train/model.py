@@ -143,8 +143,9 @@ def check_packing(model: Any, *, vocabulary: int, lengths: tuple[int, ...] = (5,
 
 def difference(model: Any, row: dict[str, Tensor], samples: list[Tensor], index: Tensor | None = None) -> float:
     """Return the largest difference in log-probability between a row (at `index`, if given) and its samples alone."""
-    was_training = model.training
+    was_training, device = model.training, next(model.parameters()).device
     model.eval()
+    row, samples = {name: values.to(device) for name, values in row.items()}, [sample.to(device) for sample in samples]
     with torch.no_grad():
         together = torch.log_softmax(forward(model, row).float(), -1)[0]
         alone = torch.cat(

@@ -160,6 +160,8 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
         self.world = args.world_size
         """Number of ranks that gradients are averaged over."""
         self.vocabulary = model.get_input_embeddings().num_embeddings
+        if args.device.type == "cuda" and not (args.fsdp or args.deepspeed):
+            model.to(args.device)  # as Trainer does later: some attention runs only there
         _check_attention(model, self.vocabulary)
         super().__init__(model, args, **settings)
         self.add_callback(CommitSteps())
@@ -302,7 +304,7 @@ def _check_attention(model: Any, vocabulary: int) -> None:
     """Prove that packing changes nothing for this model, with its own attention or else with ours."""
     try:
         check_packing(model, vocabulary=vocabulary)
-    except (ConfigError, TypeError, ValueError) as error:  # a model may not take the arguments either
+    except (ConfigError, ImportError, RuntimeError, TypeError, ValueError) as error:  # of kernels and models, too
         _set_attention(model, f"keeps the samples of a row apart ({error})")
         check_packing(model, vocabulary=vocabulary)
 
