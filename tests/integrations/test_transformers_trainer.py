@@ -27,7 +27,7 @@ from penstock.plane import Target
 from penstock.testing.trainer import BUGS, check
 from penstock.train.checkpoint import Weights
 from penstock.train.loss import PpoClip
-from penstock.train.model import build_model
+from penstock.train.model import build_model, check_packing
 from penstock.train.run_config import LossConfig, OptimizerConfig, TrainConfig
 from penstock.train.trainer import loss_of, train
 from tests.train.ranks import run_ranks
@@ -286,21 +286,28 @@ def test_the_models_attention_is_kept_where_it_keeps_samples_apart(
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def mixing(*args: Any, **settings: Any) -> Any:
+def mixing(module: Any, query: Any, key: Any, value: Any, _mask: Any, **settings: Any) -> Any:
     """An attention that ignores where samples end."""
-    return sdpa_attention_forward(*args, **{**settings, "attention_mask": None, "is_causal": True})
+    return sdpa_attention_forward(module, query, key, value, None, **{**settings, "is_causal": True})
 
 
 def test_attention_that_mixes_samples_is_replaced_with_a_warning(
     plane: ps.Plane, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    AttentionInterface.register("mixing", lambda m, q, k, v, _mask, **more: mixing(m, q, k, v, None, **more))
+    AttentionInterface.register("mixing", mixing)
     trainer = trainer_of(tmp_path / "out", plane, model=stock_model(attention="mixing"), max_steps=1)
     assert trainer.model.config._attn_implementation == "penstock_packed"
     (record,) = [record for record in caplog.records if record.name == "penstock.trainer"]
-    assert (
-        "attention 'mixing' is replaced by 'penstock_packed', which keeps the samples of a row apart" in record.message
-    )
+    said = "attention 'mixing' is replaced by 'penstock_packed', which keeps the samples of a row apart"
+    assert said in record.message and "differ by" in record.message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mixing_is_told_from_rounding_in_every_precision(dtype: torch.dtype) -> None:
+    AttentionInterface.register("mixing", mixing)
+    check_packing(stock_model().to(dtype), vocabulary=len(REVERSE))
+    with pytest.raises(ConfigError, match="its attention mixes samples"):
+        check_packing(stock_model(attention="mixing").to(dtype), vocabulary=len(REVERSE))
 
 
 def test_trees_need_our_attention_and_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
