@@ -1,72 +1,86 @@
-"""TRL's AsyncGRPOTrainer on the rollouts of a durable plane. Kill it and run it again: it goes on where it was.
+"""TRL's AsyncGRPOTrainer with rollouts that survive a crash. Kill it and run it again: it goes on where it was.
 
-    python trl_train.py [STEPS]
+    python trl_train.py [STEPS] [URL]
 
-A tiny model, and rollouts that are there already, so that it runs anywhere in a minute. On a machine with a GPU leave
-out `trl_on_cpu` and `weight_transfer`: TRL then sends weights to your vLLM server, and rollout code there puts groups.
+A tiny model, two reward functions and a tool. URL is that of a vLLM server. Without one, a stand-in in this process
+answers with random text, so that this runs anywhere in a minute. On a machine with a GPU leave out `trl_on_cpu` and
+`weight_transfer`: TRL then sends weights to your vLLM server.
 """
 
-import random
 import sys
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
-import penstock as ps
 from penstock.integrations.trainers.transformers_trainer import last_checkpoint
-from penstock.integrations.trainers.trl_worker import PlaneRolloutWorker
-from penstock.testing.trl_cpu import NoTransfer, trl_on_cpu
+from penstock.integrations.trainers.trl_worker import Durable
+from penstock.runs import read_run
+from penstock.testing.trl_cpu import NoTransfer, VllmStandIn, byte_model, trl_on_cpu
 
-steps = int(sys.argv[1]) if len(sys.argv) > 1 else 8
-torch.set_num_threads(1)
-torch.manual_seed(0)
 
-words = {"<eos>": 0, **{f"w{i}": i for i in range(1, 32)}}
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "<eos>")), eos_token="<eos>")
-sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
-heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-Qwen3ForCausalLM(Qwen3Config(vocab_size=32, eos_token_id=0, **sizes, **heads)).save_pretrained("model")
-tokenizer.save_pretrained("model")
+def brevity(completions, **_):
+    return [-float(len(messages[-1]["content"])) for messages in completions]
 
-# Two groups of four make a step of the plane, and of TRL: 8 samples, without a token budget.
-plane = ps.open("run", ranks=1, seq_len=64, groups_per_step=2)
-rng = random.Random(1)
-for i in range(2 * steps + 2):  # TRL reads one micro-batch ahead of what it trains
-    with plane.group(f"prompt-{i}", id=f"prompt-{i}", policy_version=0) as group:  # put once, however often it is run
-        for _ in range(4):
-            said = [rng.randrange(32) for _ in range(rng.randint(1, 6))]
-            turns = [ps.Turn([1, 2, 3]), ps.Turn(said, logprobs=[-3.5] * len(said))]
-            group.add(ps.Trajectory(turns=turns, reward=len(said) / 6))
 
-worker = PlaneRolloutWorker(plane)
-args = AsyncGRPOConfig(
-    "out",
-    max_steps=steps,
-    per_device_train_batch_size=8,
-    token_budget=0,
-    max_staleness=steps,
-    learning_rate=1e-3,
-    save_steps=1,
-    heartbeat_stale_after_s=60,
-    bf16=False,
-    use_cpu=True,
-    report_to="none",
-    disable_tqdm=True,
-)
-with trl_on_cpu():
-    trainer = AsyncGRPOTrainer(
-        "model",
-        args=args,
-        train_dataset=Dataset.from_dict({"prompt": ["w1 w2 w3"]}),  # TRL wants one; the plane's groups are trained
-        processing_class=tokenizer,
-        rollout_worker=worker,
-        weight_transfer=NoTransfer(),
-        callbacks=[worker.position],
+def vowels(completions, **_):
+    return [float(sum(letter in "aei" for letter in messages[-1]["content"])) for messages in completions]
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+
+
+def train(steps: int, url: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(byte_model("model"))
+    prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"Say {i}."}] for i in range(1000)]})
+    args = AsyncGRPOConfig(
+        "out",
+        max_steps=steps,
+        per_device_train_batch_size=8,
+        token_budget=0,
+        max_staleness=100,
+        save_steps=1,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
     )
-trainer.train(resume_from_checkpoint=last_checkpoint("out"))
-print(f"step {trainer.state.global_step}: {plane.ledger.committed} samples trained, version {plane.policy_version}")
-plane.close()
+    with trl_on_cpu():
+        rollouts = AsyncRolloutWorker(
+            model_name="model",
+            dataset=prompts,
+            reward_funcs=[brevity, vowels],
+            tools=[add],
+            processing_class=tokenizer,
+            eos_token_ids=[tokenizer.eos_token_id],
+            num_generations=4,
+            max_inflight_tasks=8,
+            queue_maxsize=64,
+            max_tokens=100,
+            vllm_server_url=url,
+        )
+        trainer = AsyncGRPOTrainer(
+            "model",
+            args=args,
+            train_dataset=prompts,
+            processing_class=tokenizer,
+            rollout_worker=Durable(rollouts, plane="run"),
+            weight_transfer=NoTransfer(),
+        )
+    trainer.train(resume_from_checkpoint=last_checkpoint("out"))
+    print(f"step {trainer.state.global_step}: {read_run('run')['ledger']['committed']} samples trained")
+
+
+if __name__ == "__main__":  # TRL's worker starts a process, which imports this file
+    torch.set_num_threads(1)
+    with VllmStandIn() as server:
+        train(int(sys.argv[1]) if len(sys.argv) > 1 else 8, sys.argv[2] if len(sys.argv) > 2 else server.url)

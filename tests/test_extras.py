@@ -17,7 +17,12 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OURS = ("dev", "all")
 """Extras that only collect others, or are for work on Penstock itself."""
-DISTRIBUTIONS = {"PIL": "pillow", "prometheus_client": "prometheus-client"}
+DISTRIBUTIONS = {
+    "opentelemetry.sdk": "opentelemetry-sdk",
+    "opentelemetry.exporter.otlp.proto.http": "opentelemetry-exporter-otlp-proto-http",
+    "PIL": "pillow",
+    "prometheus_client": "prometheus-client",
+}
 
 
 def brought(extra: str) -> set[str]:

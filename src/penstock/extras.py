@@ -23,7 +23,7 @@ class Extra:
 
     @property
     def installed(self) -> bool:
-        return all(find_spec(module) for module in self.modules)
+        return all(map(_is_there, self.modules))
 
 
 EXTRAS = {
@@ -38,13 +38,19 @@ EXTRAS = {
     "metrics": Extra(modules=("prometheus_client", "uvicorn"), purpose="pages for Prometheus"),
     "tensorboard": Extra(modules=("tensorboard",), purpose="training metrics to TensorBoard"),
     "wandb": Extra(modules=("wandb",), purpose="training metrics to Weights & Biases"),
+    "trackio": Extra(modules=("trackio",), purpose="training metrics to Trackio"),
+    "otel": Extra(
+        modules=("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
+        purpose="a plane's groups as spans of OpenTelemetry",
+    ),
     "postgres": Extra(modules=("psycopg",), purpose="logs in PostgreSQL"),
     "ray": Extra(modules=("ray",), purpose="planes as actors of a Ray cluster"),
     "verifiers": Extra(modules=("verifiers",), purpose="rollouts with verifiers' environments"),
     "demo": Extra(modules=("torch", "PIL", "orjson", "safetensors", "transformers"), purpose="penstock demo and train"),
     "transformers": Extra(modules=("torch", "accelerate", "safetensors", "transformers"), purpose="PlaneTrainer"),
     "trl": Extra(
-        modules=("torch", "accelerate", "trl", "requests"), purpose="PlaneRolloutWorker for TRL's AsyncGRPOTrainer"
+        modules=("torch", "accelerate", "trl", "requests", "aiohttp"),
+        purpose="Durable rollouts for TRL's AsyncGRPOTrainer",
     ),
     "testing": Extra(modules=("hypothesis",), purpose="penstock.testing: strategies for your own tests"),
     "bench": Extra(modules=("torch", "cpprb", "torchrl", "pyarrow", "matplotlib"), purpose="penstock bench"),
@@ -59,6 +65,13 @@ def install(extra: str) -> str:
     "pip install 'penstock-rl[view]'"
     """
     return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it would be in
+        return False
 
 
 def extra_of(module: str) -> str | None:
@@ -90,7 +103,7 @@ def require(what: str, *modules: str, extra: str | None = None) -> None:
     """
     for module in modules:
         # `sys.modules` first: `find_spec` searches the path each time.
-        if sys.modules.get(module) is None and find_spec(module) is None:
+        if sys.modules.get(module) is None and not _is_there(module):
             if extra is not None:
                 raise MissingExtra(f"{what}: needs {module}; {install(extra)}")
             raise missing(what, ModuleNotFoundError(name=module))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -12,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import distributed
-from transformers import TrainerCallback, TrainingArguments
+from transformers import AttentionInterface, AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import penstock as ps
 from penstock.client import SourceStep
@@ -25,11 +27,12 @@ from penstock.plane import Target
 from penstock.testing.trainer import BUGS, check
 from penstock.train.checkpoint import Weights
 from penstock.train.loss import PpoClip
-from penstock.train.model import build_model
+from penstock.train.model import build_model, check_packing
 from penstock.train.run_config import LossConfig, OptimizerConfig, TrainConfig
 from penstock.train.trainer import loss_of, train
 from tests.train.ranks import run_ranks
 from tests.train.test_trainer import recorded_groups
+from tests.train.test_tree_runs import long_groups
 
 Note = Callable[[Any], Any]
 STEPS, SAVED, DEATH = 8, 2, 5
@@ -60,11 +63,11 @@ def trainer_of(folder: Path, plane: str | ps.Plane, **changes: Any) -> PlaneTrai
         os.environ["LOCAL_RANK"] = os.environ["RANK"]  # as torchrun would
     more = {
         name: changes.pop(name)
-        for name in ("loss", "publish", "observer", "callbacks", "first_step")
+        for name in ("loss", "publish", "observer", "callbacks", "first_step", "train_dataset", "compute_loss_func")
         if name in changes
     }
     return PlaneTrainer(
-        build_model(model_of("reverse")),
+        changes.pop("model", None) or build_model(model_of("reverse")),
         arguments(folder, **changes),
         plane=plane,
         **{"loss": loss_of(LOSS), **more},
@@ -228,6 +231,10 @@ def test_an_error_in_one_rank_ends_the_session_and_the_error_stays(plane: ps.Pla
     [
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps: 2"),
         ({"max_steps": -1}, "a plane has no epochs"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: 0.1; it would have no effect: pass a loss="),
+        ({"per_device_train_batch_size": 4}, "per_device_train_batch_size: 4; it would have no effect: the plane says"),
+        ({"train_dataset": [{"input_ids": [1]}]}, "train_dataset: list; it would have no effect: steps come from the"),
+        ({"compute_loss_func": print}, "compute_loss_func: builtin_function_or_method; it would have no effect: pass"),
     ],
 )
 def test_settings_that_would_train_something_else_are_refused(
@@ -246,3 +253,121 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(plane: ps.P
     state.write_text(state.read_text().replace("CommitSteps", "Other"))
     with pytest.raises(ConfigError, match="records no step of a plane"):
         trainer_of(tmp_path / "out", plane).train(resume_from_checkpoint=last_checkpoint(tmp_path / "out"))
+
+
+# ------------------------------------------------------------------ settings have the effect that they have in Trainer
+
+
+def stock_model(**changes: Any) -> Any:
+    """The model of the other tests with transformers' own attention."""
+    torch.manual_seed(0)
+    config = build_model(model_of("reverse")).config
+    for name, value in ({"attention_dropout": 0.0} | changes).items():
+        setattr(config, name, value)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=changes.get("attention", "sdpa"))
+
+
+def logged(trainer: PlaneTrainer) -> list[dict[str, Any]]:
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+def test_the_models_attention_is_kept_where_it_keeps_samples_apart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses = []
+    for attention in ("sdpa", "penstock_packed"):
+        with ps.open("memory:", ranks=1, seq_len=16, groups_per_step=2) as plain:
+            for group in recorded_groups(2):
+                plain.put(group)
+            trainer = trainer_of(tmp_path / attention, plain, model=stock_model(attention=attention), max_steps=1)
+            assert trainer.model.config._attn_implementation == attention and not caplog.records
+            trainer.train()
+            losses.append(logged(trainer)[0]["grad_norm"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def mixing(module: Any, query: Any, key: Any, value: Any, _mask: Any, **settings: Any) -> Any:
+    """An attention that ignores where samples end."""
+    return sdpa_attention_forward(module, query, key, value, None, **{**settings, "is_causal": True})
+
+
+def test_attention_that_mixes_samples_is_replaced_with_a_warning(
+    plane: ps.Plane, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    AttentionInterface.register("mixing", mixing)
+    trainer = trainer_of(tmp_path / "out", plane, model=stock_model(attention="mixing"), max_steps=1)
+    assert trainer.model.config._attn_implementation == "penstock_packed"
+    (record,) = [record for record in caplog.records if record.name == "penstock.trainer"]
+    said = "attention 'mixing' is replaced by 'penstock_packed', which keeps the samples of a row apart"
+    assert said in record.message and "differ by" in record.message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mixing_is_told_from_rounding_in_every_precision(dtype: torch.dtype) -> None:
+    AttentionInterface.register("mixing", mixing)
+    check_packing(stock_model().to(dtype), vocabulary=len(REVERSE))
+    with pytest.raises(ConfigError, match="its attention mixes samples"):
+        check_packing(stock_model(attention="mixing").to(dtype), vocabulary=len(REVERSE))
+
+
+def test_trees_need_our_attention_and_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings: dict[str, Any] = {"seq_len": 64, "micro_batch_max_tokens": 256, "long_rows": True, "trees": True}
+    with ps.open("memory:", ranks=1, groups_per_step=2, **settings) as forests:
+        for group in long_groups(4):
+            forests.put(group)
+        trainer_of(tmp_path / "out", forests, model=stock_model(), max_steps=2, save_strategy="no").train()
+    records = [record.message for record in caplog.records if record.name == "penstock.trainer"]
+    assert len(records) == 1 and "computes rows of samples that share tokens as trees" in records[0]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "penstock_packed"])
+def test_attention_dropout_has_an_effect(tmp_path: Path, attention: str) -> None:
+    losses = []
+    for dropout in (0.0, 0.5):
+        with ps.open("memory:", ranks=1, seq_len=16, groups_per_step=2) as plain:
+            for group in recorded_groups(2):
+                plain.put(group)
+            model = stock_model(attention=attention, attention_dropout=dropout)
+            trainer = trainer_of(tmp_path / str(dropout), plain, model=model, max_steps=1, save_strategy="no")
+            trainer.train()
+            losses.append(logged(trainer)[0]["train/entropy"])
+    assert losses[0] != losses[1]
+
+
+def test_metrics_are_averaged_over_logging_steps_and_counts_are_those_of_the_plane(
+    plane: ps.Plane, tmp_path: Path
+) -> None:
+    every = {"save_strategy": "no", "include_num_input_tokens_seen": "all", "max_steps": 4}
+    single = trainer_of(tmp_path / "a", plane, learning_rate=0.0, logging_steps=1, **every)
+    single.train()
+    double = trainer_of(tmp_path / "b", plane, learning_rate=0.0, logging_steps=2, **every)
+    found = double.train()
+    pairs = list(zip(logged(single)[::2], logged(single)[1::2], strict=True))
+    for row, (a, b) in zip(logged(double), pairs, strict=True):
+        for name in ("loss", "train/loss", "train/reward", "train/entropy", "train/staleness"):
+            assert row[name] == pytest.approx((a[name] + b[name]) / 2, abs=1e-6), name
+        assert row["train/max_staleness"] == max(a["train/max_staleness"], b["train/max_staleness"])
+    samples = plane.ledger.committed
+    assert found.metrics["train_samples_per_second"] == pytest.approx(
+        samples / found.metrics["train_runtime"], abs=1e-2
+    )
+    seen = [row["num_input_tokens_seen"] for row in logged(single)]
+    assert seen == sorted(set(seen)) and seen[-1] > sum(group.loss_tokens for group in recorded_groups(8))
+
+
+def test_epochs_go_on_after_a_resume_and_the_state_is_json(plane: ps.Plane, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    trainer_of(out, plane, max_steps=4, callbacks=[StopAt(2)]).train()
+    trainer = trainer_of(out, plane, max_steps=4)
+    trainer.train(resume_from_checkpoint=last_checkpoint(out))
+    assert [row["epoch"] for row in logged(trainer)] == [0.25, 0.5, 0.75, 1.0]
+    state = (out / "checkpoint-4" / "trainer_state.json").read_text()
+    assert json.loads(state, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["global_step"] == 4
+
+
+class StopAt(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step

@@ -1,11 +1,7 @@
-"""TRL's AsyncGRPOTrainer on a plane: every sample is trained once, over a resume and a `kill -9` as well."""
+"""TRL's AsyncGRPOTrainer on a plane to which others put groups: every sample is trained once, over a resume too."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,34 +13,34 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.packing import TreeRow
 
 import penstock as ps
 from penstock.errors import ConfigError, InvalidInput, StepAborted, WaitTimeout
 from penstock.integrations.trainers.transformers_trainer import last_checkpoint
-from penstock.integrations.trainers.trl_worker import Handed, PlaneRolloutWorker, Progress, check_carried
+from penstock.integrations.trainers.trl_worker import Durable, Handed, Progress, check_carried
 from penstock.testing.trl_cpu import NoTransfer, path_attention, trl_on_cpu
 from tests.support.groups import named_group
-from tests.support.plane_processes import wait_until
 
-ROOT = Path(__file__).parent.parent.parent
 PER_STEP = 6
 """Samples of an optimizer step; a step of the plane has eight."""
 
 
-class Recorder(PlaneRolloutWorker):
+class Recorder(Durable):
     """Writes down what TRL was given."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    def __init__(self, plane: ps.Plane) -> None:
+        super().__init__(None, plane=plane)
         self.given: list[tuple[int, int]] = []
+        self.groups: list[int] = []
 
     def taken(self, handed: Handed) -> Any:
         sample = super().taken(handed)
         if sample is not None:
             self.given.append((handed.step, handed.index))
+            self.groups.append(sample.group_id)
         return sample
 
 
@@ -63,7 +59,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trainer_of(model: Path, out: Path, worker: PlaneRolloutWorker, *, position: bool = True, **changes: Any) -> Any:
+def trainer_of(
+    model: Path, out: Path, worker: Durable, *, prompts: int = 1, callbacks: Any = (), **changes: Any
+) -> Any:
     settings: dict[str, Any] = {
         "max_steps": 4,
         "per_device_train_batch_size": PER_STEP,
@@ -76,10 +74,10 @@ def trainer_of(model: Path, out: Path, worker: PlaneRolloutWorker, *, position: 
         return AsyncGRPOTrainer(
             str(model),
             args=AsyncGRPOConfig(str(out), **{**settings, **changes}),
-            train_dataset=Dataset.from_dict({"prompt": ["w1"]}),
+            train_dataset=Dataset.from_dict({"prompt": ["w1"] * prompts}),
             rollout_worker=worker,
             weight_transfer=NoTransfer(),
-            callbacks=[worker.position] if position else [],
+            callbacks=list(callbacks),
         )
 
 
@@ -104,18 +102,19 @@ def test_a_resumed_run_trains_what_an_uninterrupted_one_trains(model: Path, tmp_
         trainer = trainer_of(model, tmp_path / "once", worker, max_steps=6, weight_sync_steps=2)
         trainer.train()
         expected = trained_weights(trainer, tmp_path / "w1")
-        everything = worker.given
+        everything, groups = worker.given, worker.groups
         assert everything[:9] == [(1, i) for i in range(8)] + [(2, 0)]
-        assert plane.ledger.committed == 4 * 8 and plane.policy_version == 3  # 36 samples: four steps, and four
-        assert worker.progress == Progress(step=4, samples=4, version=3)
+        assert plane.ledger.committed == 4 * 8 and plane.policy_version == 4  # 36 samples: four steps, and four
+        assert worker.progress == Progress(step=4, samples=4, groups=9, version=4)
     with opened(tmp_path / "b") as plane:
-        for steps, version in ((3, 1), (6, 2)):
+        for steps, version in ((3, 2), (6, 3)):
             worker = Recorder(plane)
             trainer = trainer_of(model, tmp_path / "twice", worker, max_steps=steps, weight_sync_steps=2)
             begin = (last_checkpoint(tmp_path / "twice") is not None) * 3 * PER_STEP
             trainer.train(resume_from_checkpoint=last_checkpoint(tmp_path / "twice"))
             count = len(worker.given)
             assert worker.given == everything[begin : begin + count] and count >= 3 * PER_STEP
+            assert worker.groups == groups[begin : begin + count]
             assert plane.policy_version >= version
         assert plane.ledger.committed == 4 * 8 and plane.ledger.balanced
     resumed = trained_weights(trainer, tmp_path / "w2")
@@ -123,59 +122,83 @@ def test_a_resumed_run_trains_what_an_uninterrupted_one_trains(model: Path, tmp_
         torch.testing.assert_close(resumed[name], values, rtol=0, atol=1e-6, msg=name)
 
 
-def test_with_a_token_budget_no_sample_is_lost_and_few_are_repeated(model: Path, tmp_path: Path) -> None:
+def test_with_a_token_budget_a_resume_is_exact_too(model: Path, tmp_path: Path) -> None:
+    """Optimizer steps of as many samples as fit. TRL drops the samples of one group, which are beyond the budget."""
+    found = []
+    for name, lives in (("once", (5,)), ("twice", (3, 5))):
+        given: list[tuple[int, int]] = []
+        saved = 0  # samples up to the last checkpoint
+        with opened(tmp_path / name, groups=3) as plane:
+            plane.put([s.replace(token_ids=s.token_ids % 32) for s in named_group("long", samples=2, tokens=50)])
+            for i in range(10):
+                samples = named_group(f"h{i}", samples=4, tokens=6 + i % 3)
+                plane.put([s.replace(token_ids=s.token_ids % 32) for s in samples])
+            for steps in lives:
+                worker, out = Recorder(plane), tmp_path / f"out-{name}"
+                trainer = trainer_of(model, out, worker, token_budget=40, max_steps=steps)
+                trainer.train(resume_from_checkpoint=last_checkpoint(out))
+                given = given[:saved] + worker.given
+                rows = [row for row in trainer.state.log_history if "loss" in row]
+                trained = round(sum(row["batch/samples_per_step"] for row in rows))
+                dropped = sum(row.get("batch/dropped_oversize_total") or 0 for row in rows)
+                saved = trained + round(dropped)
+                position = sum(1 for step, _ in given[:saved] if step <= worker.progress.step) + worker.progress.samples
+                assert position == saved and dropped == 2
+        found.append((given[:saved], trained_weights(trainer, tmp_path / f"w-{name}")))
+    (once, expected), (twice, resumed) = found
+    assert once == twice
+    for name, values in expected.items():
+        torch.testing.assert_close(resumed[name], values, rtol=0, atol=1e-6, msg=name)
+
+
+class StopAt(TrainerCallback):  # type: ignore[misc]
+    """Ends training after a step, as an interrupted run would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+def test_epochs_go_on_after_a_resume(model: Path, tmp_path: Path) -> None:
+    """TRL ends an epoch when every prompt's group was collated, one micro-batch ahead: 24 samples of 8 groups of 4."""
+    epoch = {"max_steps": -1, "num_train_epochs": 1, "num_generations": 4, "per_device_train_batch_size": 8}
     with opened(tmp_path / "a") as plane:
-        first = Recorder(plane)
-        trainer = trainer_of(model, tmp_path / "out", first, token_budget=40)
+        trainer = trainer_of(model, tmp_path / "once", Durable(None, plane=plane), prompts=8, **epoch)
         trainer.train()
-        per_step = [row["batch/samples_per_step"] for row in trainer.state.log_history if "loss" in row]
-        trained, position = round(sum(per_step)), 8 * first.progress.step + first.progress.samples
-        assert trained - round(sum(per_step[-2:])) <= position < trained
-        second = Recorder(plane)
-        trainer = trainer_of(model, tmp_path / "out", second, token_budget=40, max_steps=5)
-        trainer.train(resume_from_checkpoint=last_checkpoint(tmp_path / "out"))
-        assert second.given[0] == first.given[position]
-
-
-@pytest.mark.timeout(900)
-def test_the_script_of_the_page_is_killed_and_continues(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, str(ROOT / "examples" / "trl_train.py"), "30"]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
-        saved = tmp_path / "out" / "checkpoint-3" / "trainer_state.json"
-        wait_until(lambda: saved.exists() or process.poll() is not None, 400)
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.endswith("step 30: 240 samples trained, version 30\n"), done.stderr
-    page = (ROOT / "docs" / "integrations" / "trl.md").read_text()
-    assert (ROOT / "examples" / "trl_train.py").read_text().split('"""\n\n', 1)[1] in page
+        assert (trainer.state.global_step, plane.ledger.committed) == (3, 24)
+    with opened(tmp_path / "b") as plane:
+        for stop in (2, 99):
+            trainer = trainer_of(
+                model, tmp_path / "twice", Durable(None, plane=plane), prompts=8, callbacks=[StopAt(stop)], **epoch
+            )
+            trainer.train(resume_from_checkpoint=last_checkpoint(tmp_path / "twice"))
+        assert (trainer.state.global_step, plane.ledger.committed) == (3, 24)
 
 
 # ------------------------------------------------------------------ what goes wrong is said
 
 
-def test_a_worker_whose_callback_was_forgotten_says_so(model: Path, tmp_path: Path) -> None:
-    with opened(tmp_path / "a", groups=0) as plane:
-        trainer = trainer_of(model, tmp_path / "out", PlaneRolloutWorker(plane), position=False)
-        with pytest.raises(ConfigError, match=r"worker\.position"):
-            trainer.train()
+def test_a_worker_without_a_trainer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="started without a trainer"):
+        Durable(None, plane=tmp_path / "a").start()
 
 
 def test_a_checkpoint_without_a_position_is_refused() -> None:
-    position = PlaneRolloutWorker("ipc://nobody").position
+    position = Durable(None, plane="ipc://nobody").position
     with pytest.raises(ConfigError, match="checkpoint of step 7: has no position"):
         position.on_train_begin(SimpleNamespace(), SimpleNamespace(stateful_callbacks={}, global_step=7))
 
 
 def test_what_stops_the_worker_stops_training(model: Path, tmp_path: Path) -> None:
     with opened(tmp_path / "a", groups=2) as plane:
-        trainer = trainer_of(model, tmp_path / "out", PlaneRolloutWorker(plane), heartbeat_stale_after_s=1)
+        trainer = trainer_of(model, tmp_path / "out", Durable(None, plane=plane), heartbeat_stale_after_s=1)
         with pytest.raises(WaitTimeout, match="waited for: generation: 0 of 2 groups"):
             trainer.train()
         plane.put([s.replace(advantages=np.arange(s.num_tokens)) for s in named_group("bad")])
         plane.put(named_group("also"))
-        trainer = trainer_of(model, tmp_path / "out2", PlaneRolloutWorker(plane))
+        trainer = trainer_of(model, tmp_path / "out2", Durable(None, plane=plane))
         with pytest.raises((InvalidInput, StepAborted), match="within the sample"):
             trainer.train()
 
@@ -210,14 +233,15 @@ def test_what_trl_would_train_as_something_else_is_refused(changes: dict[str, An
 
 
 def test_a_sample_that_is_too_old_is_passed_over_and_counted() -> None:
-    worker = PlaneRolloutWorker("ipc://nobody")
-    worker.prepare(
-        SimpleNamespace(max_staleness=1, token_budget=0, temperature=1.0), {"step": 4, "samples": 1, "version": 5}
+    worker = Durable(None, plane="ipc://nobody")
+    worker._args, worker.progress = (
+        SimpleNamespace(max_staleness=1, temperature=1.0, token_budget=0),
+        Progress(step=4, samples=1),
     )
-    worker.update_model_version(1)
+    worker.update_model_version(5)
     for version, fresh in ((5, True), (4, True), (3, False), (None, True)):
         rollout = worker._rollout(sample(policy_version=version), 0)
-        found = worker.taken(Handed(step=5, index=1, is_last=False, sample=rollout))
+        found = worker.taken(Handed(step=5, index=1, is_last=False, ends_group=False, sample=rollout))
         assert (found is rollout) == fresh
     assert worker.metrics_queue.get_nowait() == {"sample/dropped_stale_total": 1.0}
     worker._pass_by(3)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sqlite3
+import subprocess
 import sys
 import urllib.request
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -55,6 +58,21 @@ def test_weights_and_biases_keeps_a_run_offline(tmp_path: Path, monkeypatch: pyt
     assert b"run-1" in data and b"train/reward" in data
 
 
+def test_trackio_stores_a_run_and_continues_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio", reason="trackio is not installed")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    script = "import pathlib, sys; from tests.train.test_metrics_file import write; "
+    script += "write(pathlib.Path(sys.argv[1]), 'trackio')"
+    for _ in range(2):  # trackio reads TRACKIO_DIR when it is imported
+        subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=300)
+    (database,) = (tmp_path / "trackio").glob("penstock*.db")
+    with closing(sqlite3.connect(database)) as stored:
+        rows = stored.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+    assert {name for name, *_ in rows} == {"run-1"}
+    found = [(step, json.loads(values)["train/reward"]) for _, step, values in rows]
+    assert found == [(1, 0.25), (2, 0.75)] * 2
+
+
 def test_prometheus_reads_the_last_step_from_a_loopback_page(tmp_path: Path) -> None:
     page = Prometheus("127.0.0.1:0", "run-1")
     for step, values in STEPS.items():
@@ -72,7 +90,7 @@ def test_prometheus_reads_the_last_step_from_a_loopback_page(tmp_path: Path) -> 
         MetricsFile(tmp_path, "run-1", [], prometheus="0.0.0.0:9000")
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
 def test_a_sink_that_is_not_installed_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -101,6 +101,9 @@ class PlaneKeywords(TypedDict, total=False):
     """What is kept of trained groups: "steps": as `retain_steps` says; "all": every frame and every plan, forever, so
     that the run is its own archive; a run that began to keep everything continues to until `penstock storage
     forget`."""
+    traces: bool
+    """Whether to send a span to OpenTelemetry when a group is put, planned, delivered and committed: by the tracer
+    provider of the program, or else over OTLP/HTTP as OTEL_EXPORTER_OTLP_* say."""
     snapshot_every: int
     """Decisions (groups, steps, reports) between snapshots of the plane's memory; a restart applies only the
     decisions after the last one."""

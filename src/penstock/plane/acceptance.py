@@ -372,6 +372,7 @@ class Acceptance:
         counts["groups_untrained"] += bool(why_untrained(group.metadata))
         self.generated.add(group.metadata)
         stale = not state.take_in(row)
+        self._recorder.on_stage("put", (row,), 0)
         counts["groups_stale"] += stale
         self.stale_in_a_row = self.stale_in_a_row + 1 if stale else 0
         return _outcomes(group, stale=stale)

@@ -245,6 +245,7 @@ class Engine:
             self.log.add_step(drawn.step, drawn.op, msgspec.msgpack.encode(manifest))
             self.log.count_uses(manifest.groups)
         self.state.planned(drawn.step, manifest)
+        self.recorder.on_stage("planned", self._rows(drawn.step), drawn.step)
         self.acceptance.generated.close(drawn.step, self.tenant_tables.metrics())
 
     def undo_draw(self, drawn: Drawn, bad: Mapping[int, str]) -> None:
@@ -360,6 +361,11 @@ class Engine:
         self._last_delivered = max(self._last_delivered, step)
         if self.state.states.get(step) is State.SCHEDULED:
             self.state.set_step(step, State.DELIVERED)
+            self.recorder.on_stage("delivered", self._rows(step), step)
+
+    def _rows(self, step: int) -> list[GroupRow]:
+        """Return the rows of a step's groups, without those that were set aside since."""
+        return [row for row in map(self.state.rows.get, self.state.steps[step].groups) if row is not None]
 
     def commit(self, step: int, policy_version: int | None) -> None:
         """Commit a step that every rank has trained."""
@@ -369,7 +375,9 @@ class Engine:
             records.append(Prioritize(priorities=self.state.reports.waiting[step], step=step))
         if policy_version is not None and self.policy_version < policy_version <= MAX_VERSION:
             records.append(Advance(policy_version=policy_version))
+        rows = self._rows(step)
         self._begin_at(step + 1, {"next_step": step + 1}, records)
+        self.recorder.on_stage("committed", rows, step)
         self.acceptance.full.clear()
         self._save_now_and_then()
 

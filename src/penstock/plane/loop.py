@@ -95,6 +95,12 @@ class PlaneLoop:
         self.engine = Engine(settings, log, self._storage, outside)
         self._workers = workers or Threads()
         self.engine.recorder.run_beside = partial(self._workers.submit, "sweep")
+        self._spans = None
+        if settings.traces:
+            from penstock.plane.group_spans import GroupSpans
+
+            self._spans = GroupSpans(settings.run, log.run_id)
+            self.engine.recorder.on_stage = self._spans.on_stage
         self._pipeline = (pipeline or pipeline_of)(self.engine, self._workers)
         self.coordinator = coordinator_of(settings, log, self.engine)
         self._log, self._transports, self._on_turn = log, list(transports), on_turn
@@ -170,6 +176,8 @@ class PlaneLoop:
         finally:
             self._storage.close()
             self._log.close()
+            if self._spans is not None:
+                self._spans.close()
 
     def stop(self) -> None:
         """End after this turn. From any thread."""

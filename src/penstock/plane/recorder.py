@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from penstock.errors import ConfigError, CorruptFile, DiskFull, Fenced, PenstockError, StorageError, WaitTimeout
 from penstock.frames import EvalMetadata
-from penstock.log import Discard, Log, Record, Shorten, State
+from penstock.log import Discard, GroupRow, Log, Record, Shorten, State
 from penstock.plane.evaluations import Evaluations
 from penstock.plane.manifest import read_manifest
 from penstock.plane.remembered import keeps_all
@@ -44,6 +44,8 @@ class Recorder:
         """Counters since this plane started, for `penstock top`."""
         self.run_beside: Callable[[Job, Then], None] = run_at_once
         """Runs a job and passes on its result. The event loop sets this to a worker thread."""
+        self.on_stage: Callable[[str, Iterable[GroupRow], int], None] = lambda *_: None
+        """Called with groups that were put, planned, delivered or committed, and their step. See `group_spans`."""
         self.state: PlaneState
         self.saved_op = 0
         """The last decision in the snapshot."""

@@ -225,6 +225,13 @@ class PlaneSettings:
             "until `penstock storage forget`"
         ),
     ] = "steps"
+    traces: Annotated[
+        bool,
+        Meta(
+            description="whether to send a span to OpenTelemetry when a group is put, planned, delivered and "
+            "committed: by the tracer provider of the program, or else over OTLP/HTTP as OTEL_EXPORTER_OTLP_* say"
+        ),
+    ] = False
     snapshot_every: Annotated[
         int,
         Meta(

@@ -8,7 +8,7 @@
     blob stores      `STORE_CHECKS`: one check per promise, for a store of images
     trainers         `penstock.testing.trainer.check`: which of the field's published bugs does your trainer have?
     frames           `read_frame`: a reader in plain Python, written from docs/internals/wire-format.md alone
-    TRL on a CPU     `trl_on_cpu`, `NoTransfer`
+    TRL on a CPU     `trl_on_cpu`, `NoTransfer`, `VllmStandIn`, `byte_model`
 
 References do what a fast path does, in plain Python that is short enough to check by eye. Import them as modules:
 

@@ -16,5 +16,7 @@ from penstock.testing.transport_suite import TransportSuite as TransportSuite
 from penstock.testing.transport_suite import Trouble as Trouble
 from penstock.testing.transport_suite import UnreliableClient as UnreliableClient
 from penstock.testing.trl_cpu import NoTransfer as NoTransfer
+from penstock.testing.trl_cpu import VllmStandIn as VllmStandIn
+from penstock.testing.trl_cpu import byte_model as byte_model
 from penstock.testing.trl_cpu import trl_on_cpu as trl_on_cpu
 from penstock.testing.wire import read_frame as read_frame

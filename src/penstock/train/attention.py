@@ -49,23 +49,36 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Hugging Face's attention function: [batch, heads, tokens, size] in, [batch, tokens, heads, size] out."""
     _refuse(more, _longest(query, segments))
+    dropout = float(more.get("dropout") or 0.0)
     grouped = getattr(module, "num_key_value_groups", 1) > 1
     causal = bool(getattr(module, "is_causal", True))
     if segments is None or not causal:
         causal = causal and attention_mask is None and query.shape[2] > 1
         out = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, is_causal=causal, scale=scaling, enable_gqa=grouped
+            *(query, key, value),
+            attn_mask=attention_mask,
+            dropout_p=dropout,
+            is_causal=causal,
+            scale=scaling,
+            enable_gqa=grouped,
         )
         return out.transpose(1, 2).contiguous(), None
     _check_covered(query, segments)
     if isinstance(segments, Tree):
+        if dropout:
+            raise ConfigError(
+                f"model: attention_dropout={dropout} on rows of samples that share tokens: one draw would be shared by "
+                "several samples; set it to 0, or trees=False at the plane"
+            )
         return tree_attention(query[0], key[0], value[0], segments, scaling).transpose(0, 1)[None], None
     row = torch.empty_like(query[0].transpose(0, 1))
     # Results are collected and written by one index_copy: autograd then records one scatter instead of one per bucket.
     parts = []
     for bucket in segments:
         q, k, v = (x[0].transpose(0, 1)[bucket.gather].transpose(1, 2) for x in (query, key, value))
-        got = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+        got = functional.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
         parts.append(got.transpose(1, 2).flatten(0, 1)[bucket.places])
     row = row.index_copy(0, torch.cat([bucket.tokens for bucket in segments]), torch.cat(parts))
     return row.unsqueeze(0), None

@@ -1,4 +1,4 @@
-"""Write metrics: always one JSON line per step; optionally TensorBoard, Weights & Biases and Prometheus.
+"""Write metrics: always one JSON line per step; optionally TensorBoard, Weights & Biases, Trackio and Prometheus.
 
 Prefixes separate generation (`gen/`), the buffer (`buffer/`), training (`train/`) and speed (`perf/`).
 """
@@ -68,6 +68,21 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+class Trackio:
+    """A run of project "penstock", stored where TRACKIO_DIR says. A run that is started again goes on."""
+
+    def __init__(self, run: str) -> None:
+        import trackio
+
+        self._run: Any = trackio.init(project="penstock", name=run, resume="allow", embed=False)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 class Prometheus:
     """Serves the last step's metrics at http://HOST:PORT/metrics, named like `penstock_train_reward`."""
 
@@ -108,6 +123,8 @@ class MetricsFile:
                 self._sinks.append(TensorBoard(folder / "tensorboard"))
             if "wandb" in extra:
                 self._sinks.append(WeightsAndBiases(folder, run))
+            if "trackio" in extra:
+                self._sinks.append(Trackio(run))
         except BaseException:
             self.close()
             raise

@@ -32,6 +32,8 @@ ID_COLUMNS = ("token_ids", "sampling_mask", TOPK[0])
 """Columns that hold vocabulary ids. Columns of named teachers start with the last of these."""
 TOLERANCE = 1e-4
 """Largest difference in log-probability between packed and unpacked rows that counts as rounding."""
+HALF_TOLERANCE = 0.05
+"""The same for weights of 16 bits."""
 _PER_TOKEN = ("full_attention", "sliding_attention", "moe", "dense")
 """Kinds of layers that mix tokens through attention alone. All others carry a state from token to token."""
 _OFF = "set packing.trees = false"
@@ -126,14 +128,20 @@ def check_packing(model: Any, *, vocabulary: int, lengths: tuple[int, ...] = (5,
     garbage.
     """
     generator = torch.Generator().manual_seed(0)
-    samples = [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths]
+    samples, last = [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths], lengths[-1]
     row = {
         "token_ids": torch.cat(samples),
         "position_ids": torch.cat([torch.arange(n) for n in lengths]),
         "sequence_lengths": torch.tensor(lengths),
     }
-    worst = difference(model, row, samples)
-    if not worst <= TOLERANCE:
+    worst, tolerance = difference(model, row, samples), TOLERANCE
+    if next(model.parameters()).dtype.itemsize < 4:
+        # Rounding depends on the shapes that a kernel gets: 0.006 for bfloat16 and sdpa. So also see whether the last
+        # samples notice that the first ones have other tokens. There the shapes are the same.
+        tolerance = HALF_TOLERANCE
+        other = row | {"token_ids": torch.cat([(row["token_ids"][:-last] + 1) % vocabulary, samples[-1]])}
+        worst = max(worst, HALF_TOLERANCE / TOLERANCE * _leak(model, row, other, last))
+    if not worst <= tolerance:
         raise ConfigError(
             f"model {type(model).__name__}: packed and unpacked log-probabilities differ by {worst:.3g}; its attention "
             "mixes samples, so it cannot be trained on packed rows"
@@ -141,10 +149,24 @@ def check_packing(model: Any, *, vocabulary: int, lengths: tuple[int, ...] = (5,
     return worst
 
 
+def _leak(model: Any, row: dict[str, Tensor], other: dict[str, Tensor], last: int) -> float:
+    """Return by how much the log-probabilities of the last tokens of two rows differ."""
+    was_training, device = model.training, next(model.parameters()).device
+    model.eval()
+    with torch.no_grad():
+        found = [
+            torch.log_softmax(forward(model, {n: v.to(device) for n, v in one.items()}).float(), -1)[0, -last:]
+            for one in (row, other)
+        ]
+    model.train(was_training)
+    return float((found[0] - found[1]).abs().max())
+
+
 def difference(model: Any, row: dict[str, Tensor], samples: list[Tensor], index: Tensor | None = None) -> float:
     """Return the largest difference in log-probability between a row (at `index`, if given) and its samples alone."""
-    was_training = model.training
+    was_training, device = model.training, next(model.parameters()).device
     model.eval()
+    row, samples = {name: values.to(device) for name, values in row.items()}, [sample.to(device) for sample in samples]
     with torch.no_grad():
         together = torch.log_softmax(forward(model, row).float(), -1)[0]
         alone = torch.cat(

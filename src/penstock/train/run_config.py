@@ -170,7 +170,7 @@ class TrainConfig(PlaneSettings):
     checkpoint_every: Annotated[int, Meta(ge=1, description="steps between checkpoints")] = 10
     export_every: Annotated[int, Meta(ge=0, description="token export of every n-th step; 0: none")] = 10
     metrics: Annotated[
-        tuple[Literal["tensorboard", "wandb"], ...],
+        tuple[Literal["tensorboard", "wandb", "trackio"], ...],
         Meta(description="also write metrics there; metrics.jsonl is always written"),
     ] = ()
     prometheus: Annotated[

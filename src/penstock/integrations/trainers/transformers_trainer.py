@@ -13,6 +13,8 @@ Every rank has its own source. Nothing is broadcast from rank 0.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -52,9 +54,19 @@ from penstock.train import (
     to_torch,
 )
 
+logger = logging.getLogger("penstock.trainer")
 Publish = Callable[[Any, int], None]
 """Called on every rank with the complete, unwrapped model and the version of its weights."""
 _STATE = "trainer_state.json"
+_UNUSED = {
+    "train_dataset": "steps come from the plane; leave it out and put groups there",
+    "compute_loss_func": "pass loss=, one of penstock.train or your own that returns Terms",
+    "label_smoothing_factor": "pass a loss= that smooths",
+    "per_device_train_batch_size": "the plane says how many samples a step and a micro-batch have; leave it out",
+}
+"""Settings of Trainer that a plane's steps have no use for, and what to do instead."""
+_DEFAULTS = {"label_smoothing_factor": 0.0, "per_device_train_batch_size": 8}
+"""Values that TrainingArguments has if they were left out."""
 
 
 class Feed(IterableDataset):  # type: ignore[misc]
@@ -86,8 +98,9 @@ class CommitSteps(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.step = 0
         """The plane's step that was trained last."""
 
-    def on_step_end(self, *_: Any, train_dataloader: Any, **__: Any) -> None:
+    def on_step_end(self, _args: Any, state: Any, _control: Any, *, train_dataloader: Any, **_: Any) -> None:
         self.step = train_dataloader.dataset.commit()
+        state.epoch = state.global_step / state.max_steps  # Trainer counts the steps since the process started
 
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"step": self.step}}
@@ -123,6 +136,9 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
     before the first step, then the step's number. `observer` receives every micro-batch with its loss terms
     (`TokenExporter` is one). Without a checkpoint, training begins at the plane's `first_step`; None means the first
     step that is not committed.
+
+    The model keeps its attention if that keeps the samples of a row apart, which is checked. Otherwise it gets that of
+    `penstock.train`, and a warning says so.
     """
 
     def __init__(
@@ -140,19 +156,22 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
         timeouts: Timeouts | None = None,
         **settings: Any,
     ) -> None:
-        _check(args)
+        _check(args, settings)
         self.world = args.world_size
         """Number of ranks that gradients are averaged over."""
-        model.set_attn_implementation(register_attention())
         self.vocabulary = model.get_input_embeddings().num_embeddings
-        check_packing(model, vocabulary=self.vocabulary)
+        if args.device.type == "cuda" and not (args.fsdp or args.deepspeed):
+            model.to(args.device)  # as Trainer does later: some attention runs only there
+        _check_attention(model, self.vocabulary)
         super().__init__(model, args, **settings)
         self.add_callback(CommitSteps())
         self.loss, self.observer = loss or ByMode(rl=Dppo()), observer
         self._plane, self._publish, self._first_step = plane, publish, first_step
         self._connection: dict[str, Any] = {"run": run, "keys": keys, "timeouts": timeouts}
         self._open = ExitStack()
-        self._sums: Sums | None = None
+        self._unlogged: list[dict[str, float]] = []
+        """Metrics of the steps since the last line of the log."""
+        self._samples_trained = 0
         self._trees_checked = False
         several = distributed.is_available() and distributed.is_initialized() and self.world > 1
         self._gloo = distributed.new_group(backend="gloo") if several else None
@@ -166,6 +185,7 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
         done = step_of(resume_from_checkpoint) if isinstance(resume_from_checkpoint, (str, Path)) else None
         first = self._first_step if done is None else done + 1
+        self._unlogged, self._samples_trained = [], 0
         with self._open:  # a rank that fails notifies the others
             source = self._source = self._open.enter_context(self._connect(first))
             self._announce(0 if done is None else done)
@@ -206,8 +226,11 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
             self.observer.close_step(step)
         if not step.loss_tokens:
             model.zero_grad()  # nothing was trained, so the optimizer must change nothing
-        self._sums = sums.reduced(self._gloo) if self._gloo is not None else sums
-        self._sums.check_trained(step.number, step.loss_tokens)
+        if self._gloo is not None:
+            sums = sums.reduced(self._gloo)
+        sums.check_trained(step.number, step.loss_tokens)
+        self._unlogged.append(sums.metrics())
+        self._samples_trained += int(sums.samples)
         return total
 
     def _prepare_row(self, batch: MicroBatch) -> tuple[MicroBatch, dict[str, torch.Tensor]]:
@@ -217,6 +240,7 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
                 f"micro-batch with {len(batch.images)} images: PlaneTrainer trains text; use `penstock train`"
             )
         if batch.forest is not None and not self._trees_checked:
+            _set_attention(self.model, "computes rows of samples that share tokens as trees")
             check_trees(self.model, vocabulary=self.vocabulary, longest=int(batch.sequence_lengths.max()))
             self._trees_checked = True
         return batch, to_torch(batch, device=self.args.device)
@@ -240,17 +264,65 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
     # -------------------------------------------------------------- called by Trainer
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add the last step's metrics over all ranks: reward, entropy, mismatch with the sampler, staleness."""
-        if self._sums is not None and "loss" in logs:
-            logs |= {name: value for name, value in self._sums.metrics().items() if name != "train/grad_norm"}
+        """Add the metrics of the steps since the last line: reward, entropy, mismatch with the sampler, staleness."""
+        if "loss" in logs:
+            logs |= over_steps(self._unlogged)
+            self._unlogged = []
+        if "train_samples_per_second" in logs:  # Trainer's is computed from per_device_train_batch_size
+            logs["train_samples_per_second"] = round(self._samples_trained / logs["train_runtime"], 3)
         super().log(logs, *args, **kwargs)
 
     def floating_point_ops(self, _step: SourceStep) -> int:
         return 0  # Trainer's estimate is for rectangular batches
 
+    def _track_num_input_tokens(self, step: SourceStep) -> None:
+        """Count tokens for `include_num_input_tokens_seen`. The plan has those of all ranks."""
+        counts, wanted = step.accounting.total, str(self.args.include_num_input_tokens_seen)
+        if wanted != "no":
+            self.state.num_input_tokens_seen += (
+                counts.tokens - counts.shared_tokens if wanted == "non_padding" else counts.computed_tokens
+            )
 
-def _check(args: Any) -> None:
-    """Reject settings that would train something other than the plane's steps."""
+
+def over_steps(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Average metrics over steps, as Trainer does with the loss. Maxima stay maxima. What was never known is left out.
+
+    >>> rows = [{"train/reward": 1.0, "train/max_log_ratio": 1.0}, {"train/reward": 2.0, "train/max_log_ratio": 4.0}]
+    >>> over_steps(rows)
+    {'train/reward': 1.5, 'train/max_log_ratio': 4.0}
+    """
+    found: dict[str, float] = {}
+    for name in rows[0] if rows else ():
+        known = [row[name] for row in rows if math.isfinite(row[name])]
+        if known and name != "train/grad_norm":  # Trainer logs its own
+            largest = "max_" in name or name.endswith("_gap")
+            found[name] = max(known) if largest else sum(known) / len(known)
+    return found
+
+
+def _check_attention(model: Any, vocabulary: int) -> None:
+    """Prove that packing changes nothing for this model, with its own attention or else with ours."""
+    try:
+        check_packing(model, vocabulary=vocabulary)
+    except (ConfigError, ImportError, RuntimeError, TypeError, ValueError) as error:  # of kernels and models, too
+        _set_attention(model, f"keeps the samples of a row apart ({error})")
+        check_packing(model, vocabulary=vocabulary)
+
+
+def _set_attention(model: Any, why: str) -> None:
+    given, ours = model.config._attn_implementation, register_attention()
+    if given != ours:
+        logger.warning("model: attention %r is replaced by %r, which %s", given, ours, why)
+        model.set_attn_implementation(ours)
+
+
+def _check(args: Any, settings: dict[str, Any]) -> None:
+    """Reject settings that would train something other than the plane's steps, or would have no effect."""
+    for name, instead in _UNUSED.items():
+        given = settings.get(name, getattr(args, name, None))
+        if given is not None and given != _DEFAULTS.get(name):
+            what = given if isinstance(given, int | float) else type(given).__name__
+            raise ConfigError(f"{name}: {what}; it would have no effect: {instead}")
     if args.gradient_accumulation_steps != 1:
         raise ConfigError(
             f"gradient_accumulation_steps: {args.gradient_accumulation_steps}; a step of the plane is one optimizer "

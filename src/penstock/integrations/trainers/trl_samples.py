@@ -8,6 +8,7 @@ be written.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,7 @@ def to_trl(sample: Sample, *, group_id: int) -> RolloutSample:
 
 
 def rollout_fields(sample: Sample, group_id: int) -> dict[str, Any]:
-    """Return the fields of a `RolloutSample`, by name. An unknown version is -1."""
+    """Return the fields of a `RolloutSample`, by name. An unknown version is -1, an unknown metric NaN, as in TRL."""
     advantage = one_number(sample, "advantages")
     if advantage is None or "logprobs" not in sample:
         raise InvalidInput(
@@ -85,8 +86,8 @@ def rollout_fields(sample: Sample, group_id: int) -> dict[str, Any]:
         "model_version": -1 if sample.policy_version is None else sample.policy_version,
         "group_id": group_id,
         "metrics": {
-            **{name: value for name, value in read_rollout(sample.rollout).metrics.items() if value is not None},
-            **({} if reward is None or reward != reward else {"reward": reward}),
+            **({} if reward is None else {"reward": reward}),
+            **{name: math.nan if v is None else v for name, v in read_rollout(sample.rollout).metrics.items()},
         },
     }
 
@@ -116,4 +117,5 @@ def write_trl(samples: Iterable[Sample], place: Place, lost: Lost) -> None:
             lost.unwritten.update(["rewards"] if "rewards" in sample and one_number(sample, "rewards") is None else [])
             fields = rollout_fields(sample, groups.setdefault(sample.group or sample.id, len(groups)))
             plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields.items()}
+            plain["metrics"] = {name: None if math.isnan(value) else value for name, value in fields["metrics"].items()}
             file.write(json.dumps(plain, allow_nan=False, separators=(",", ":")).encode() + b"\n")

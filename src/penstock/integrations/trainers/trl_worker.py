@@ -1,10 +1,10 @@
-"""`PlaneRolloutWorker`: train with TRL's `AsyncGRPOTrainer` from a plane, by two constructor arguments.
+"""`Durable`: TRL's `AsyncGRPOTrainer` with rollouts that survive a crash.
 
-    worker = PlaneRolloutWorker("tcp://host:7440")
-    trainer = AsyncGRPOTrainer(..., rollout_worker=worker, callbacks=[worker.position])
+    trainer = AsyncGRPOTrainer(..., rollout_worker=Durable(AsyncRolloutWorker(...), plane="runs/x"))
 
-TRL takes samples one by one from a queue, packs them itself and reports nothing about them. So the worker keeps track:
-which samples were handed over, in which order, and how many of them each optimizer step has trained.
+TRL's worker generates and scores as before. Its groups are put at a plane (`trl_rollouts`), and TRL is given what the
+plane serves. TRL takes samples one by one from a queue, packs them itself and reports nothing about them. So the worker
+keeps track: which samples were handed over, in which order, and how many of them each optimizer step has trained.
 
     plane      step 7: a b c d        step 8: e f g h
     queue      a b c d e f g h                              in order, so the trained samples are a prefix of it
@@ -12,20 +12,19 @@ which samples were handed over, in which order, and how many of them each optimi
     checkpoint after [d e f]: step 7 is done, and 2 of step 8
 
 A step of the plane is committed when all its samples are trained. The checkpoint holds the position, so a resumed run
-begins with g. With `token_budget=0` TRL takes a fixed number of samples per optimizer step, and the position is exact.
-With a token budget TRL does not report how many it took. The position is then what was handed over two optimizer steps
-before, which is certainly trained, and a resumed run trains up to two steps of samples again.
+begins with g.
 """
 
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +32,27 @@ try:
     import numpy as np
     from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
-    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+    from trl.experimental.async_grpo import AsyncGRPOTrainer
+    from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutSample
 except ImportError as error:
     from penstock.errors import MissingExtra
     from penstock.extras import install
 
-    raise MissingExtra(f"PlaneRolloutWorker: needs {error.name or error}; {install('trl')}") from None
+    raise MissingExtra(f"Durable: needs {error.name or error}; {install('trl')}") from None
 
 from penstock.arrays import Sample
-from penstock.client import Plane, Source, SourceStep, connect
+from penstock.client import Plane, Source, SourceStep
+from penstock.client import open as open_plane
 from penstock.errors import ConfigError, InvalidInput, PenstockError, WaitTimeout
+from penstock.integrations.trainers.trl_rollouts import MESSAGES, Rollouts, messages_of
 from penstock.integrations.trainers.trl_samples import rollout_fields
-from penstock.protocol import Timeouts
 
 CANNOT_CARRY = ("sampling_mask", "routed_experts", "rl_weights", "ce_weights", "ref_kl_weights", "teacher_logprobs")
 """Columns that change the training and that TRL's samples cannot hold."""
-_LAG = 2
-"""Optimizer steps after which all samples that TRL had fetched are trained: it reads one micro-batch and one sample
-ahead."""
 _LOOK_S = 0.2
+_SEQ_LEN = 1 << 20
+"""TRL limits the length of samples. The plane should not do so again."""
+_TARGETS = ("groups_per_step", "samples_per_step", "tokens_per_step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,7 @@ class Handed:
     index: int
     """In its step, from 0."""
     is_last: bool
+    ends_group: bool
     sample: RolloutSample | None
     """None if the sample has nothing to train."""
 
@@ -69,7 +71,7 @@ class Handed:
 class PlanePosition(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Reports TRL's progress to the worker, and stores the worker's position in the checkpoint."""
 
-    def __init__(self, worker: PlaneRolloutWorker) -> None:
+    def __init__(self, worker: Durable) -> None:
         self.worker = worker
 
     def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
@@ -77,15 +79,15 @@ class PlanePosition(TrainerCallback, ExportableState):  # type: ignore[misc]
         if saved is None:
             raise ConfigError(
                 f"checkpoint of step {state.global_step}: has no position at a plane, because it was written without "
-                "worker.position; load its weights as the model instead of resuming"
+                "Durable; load its weights as the model instead of resuming"
             )
-        self.worker.prepare(args, saved["attributes"])
+        self.worker.prepare(args, saved["attributes"], save_steps=state.save_steps)
 
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         self.worker.on_step_end(syncs=state.global_step % args.weight_sync_steps == 0)
 
     def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": self.worker.progress.as_dict()}
+        return {"args": {}, "attributes": asdict(self.worker.progress)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,23 +98,23 @@ class Progress:
     """The last step of the plane whose samples are all trained."""
     samples: int = 0
     """Trained samples of the step after it."""
+    groups: int = 0
+    """Groups whose samples are all trained. TRL counts epochs in groups."""
     version: int = 0
-    """Version of the weights."""
-
-    def as_dict(self) -> dict[str, int]:
-        return {"step": self.step, "samples": self.samples, "version": self.version}
+    """TRL's number for the weights of the checkpoint."""
 
     def passed(self, handed: Handed) -> bool:
         """Move past a sample. Returns whether its step is complete."""
         self.step, self.samples = (handed.step, 0) if handed.is_last else (handed.step - 1, handed.index + 1)
+        self.groups += handed.ends_group
         return handed.is_last
 
 
 class Buffer(queue.Queue[Handed]):
     """The queue that TRL takes samples from. Records what it takes."""
 
-    def __init__(self, worker: PlaneRolloutWorker, size: int) -> None:
-        super().__init__(size)
+    def __init__(self, worker: Durable) -> None:
+        super().__init__()
         self._worker = worker
 
     def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:
@@ -126,63 +128,78 @@ class Buffer(queue.Queue[Handed]):
                 return found
 
 
-class PlaneRolloutWorker:
-    """Hands a plane's samples to `AsyncGRPOTrainer(rollout_worker=...)`; pass `worker.position` in `callbacks` too.
+class Durable:
+    """A rollout worker for `AsyncGRPOTrainer(rollout_worker=...)` whose samples are kept by a plane.
 
-    `plane` is an address, or a `Plane` opened with `ranks=1`: TRL packs and distributes over its ranks itself. Columns
-    that TRL cannot carry are rejected unless `drop` names them. The queue holds `size` samples.
+    `worker` generates them: TRL's `AsyncRolloutWorker`, or None if other processes put groups at the plane. `plane` is
+    a folder, where the plane then runs in the trainer's process, an address, or a `Plane` opened with `ranks=1`: TRL
+    packs and distributes over its ranks itself. `settings` are those of `penstock.open`. Columns that TRL cannot carry
+    are rejected unless `drop` names them.
     """
 
     def __init__(
         self,
-        plane: str | Plane,
+        worker: AsyncRolloutWorker | None,
         *,
-        run: str = "",
-        keys: str | Path | None = None,
-        timeouts: Timeouts | None = None,
+        plane: str | Path | Plane,
         drop: Collection[str] = (),
-        size: int = 256,
+        **settings: Any,
     ) -> None:
-        self.rollout_buffer = Buffer(self, size)
-        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        self.metrics_queue = queue.Queue() if worker is None else worker.metrics_queue
+        """TRL logs what is in it: `rollout/*`, `completions/*`, `tools/*`."""
         self.position = PlanePosition(self)
         self.progress = Progress()
-        self._plane, self._drop = plane, frozenset(drop)
-        self._connection: dict[str, Any] = {"run": run, "keys": keys, "timeouts": timeouts}
-        self._source: Source | None = None
+        self._where, self._settings, self._drop = plane, settings, frozenset(drop)
+        self._worker = worker
+        self._buffer = Buffer(self)
+        self._trainer: AsyncGRPOTrainer | None = None
         self._args: Any = None
+        self._plane: Plane | None = None
+        self._source: Source | None = None
+        self._rollouts: Rollouts | None = None
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._error: BaseException | None = None
         self._handed: deque[tuple[Handed, bool]] = deque()
-        """Samples taken by TRL and not known to be trained, each with whether it was handed out or dropped."""
-        self._given = 0
-        self._marks: deque[int] = deque()
-        """Samples handed out before each of the last few optimizer steps, which may not be trained yet."""
+        """Samples taken by TRL and not trained yet, each with whether it will be trained or was dropped."""
         self._complete: list[int] = []
         """Trained steps that are not committed yet."""
-        self._model_version = self._first_version = 0
+        self._version = 0
         self._groups = 0
         self._alive_at = time.monotonic()
 
     # -------------------------------------------------------------- called by TRL
 
+    @property
+    def rollout_buffer(self) -> Buffer:
+        """The queue that TRL takes samples from.
+
+        TRL tells a worker neither when an optimizer step ends nor when it saves. A callback learns both, so the worker
+        adds one to the trainer: the caller, because TRL reads this attribute once, in the trainer's constructor.
+        """
+        caller = sys._getframe(1).f_locals.get("self")
+        if self._trainer is None and isinstance(caller, AsyncGRPOTrainer):
+            self._trainer = caller
+            caller.add_callback(self.position)
+        return self._buffer
+
     def start(self) -> None:
         """Start from the checkpoint's position."""
-        if self._args is None:
+        if self._plane is None:
             raise ConfigError(
-                "PlaneRolloutWorker: does not learn what was trained; pass callbacks=[worker.position] to the trainer"
+                "Durable: started without a trainer; give it to AsyncGRPOTrainer(rollout_worker=...) and call train()"
             )
-        first = self.progress.step + 1
-        if isinstance(self._plane, Plane):
-            self._source = self._plane.source(0, world=1, resume_step=first)
-        else:
-            self._source = connect(self._plane, rank=0, world=1, resume_step=first, **self._connection)
+        self._source = self._plane.source(0, world=1, resume_step=self.progress.step + 1)
         self._alive_at = time.monotonic()
         self._thread = threading.Thread(target=self._work, args=(self._source,), name="penstock-trl", daemon=True)
         self._thread.start()
+        if self._worker is not None:
+            self._rollouts = Rollouts(self._worker, self._plane, self._fail)
+            self._rollouts.start()
 
     def stop(self) -> None:
+        if self._rollouts is not None:
+            self._rollouts.stop()
         self._stopping.set()
         if self._source is not None:
             if self._error is None:
@@ -191,16 +208,22 @@ class PlaneRolloutWorker:
             self._source.close()
         if self._thread is not None:
             self._thread.join(10)
+        if self._plane is not None and self._plane is not self._where:
+            self._plane.close()
 
     def update_model_version(self, model_version: int) -> None:
-        """Record the version of weights that TRL has sent out. TRL counts from 1 in every process."""
-        self._model_version = model_version
-        self.progress.version = self._first_version + model_version - 1
+        """Record the version of weights that TRL has sent out, and announce it at the plane."""
+        self._version = self.progress.version = model_version
+        if self._worker is not None:
+            self._worker.update_model_version(model_version)
         self._commit()
 
     def check_health(self, stale_after_s: float) -> None:
         """Raise if the worker failed or is stuck. TRL calls this while it waits."""
         self.raise_error()
+        if self._worker is not None:
+            self._worker.check_health(stale_after_s)
+            return  # it lives, and may take as long for a group as it needs
         silent = time.monotonic() - self._alive_at
         if silent > stale_after_s and self._source is not None:
             raise WaitTimeout(
@@ -209,38 +232,56 @@ class PlaneRolloutWorker:
 
     # -------------------------------------------------------------- called by the callback and the queue
 
-    def prepare(self, args: Any, saved: dict[str, int]) -> None:
-        """Begin training at a checkpoint's position."""
+    def prepare(self, args: Any, saved: dict[str, int], *, save_steps: int = 0) -> None:
+        """Open the plane, and set the trainer back to a checkpoint's position."""
         self._args, self.progress = args, Progress(**saved)
-        self._first_version = self.progress.version
+        self._groups = self.progress.groups
+        self._buffer.maxsize = _samples_per_step(args)
+        self._plane = self._where if isinstance(self._where, Plane) else self._open(args, save_steps)
+        if self._trainer is not None:
+            version = self.progress.version
+            if self._trainer._lora_sync and version:
+                # vLLM knows adapters by names that contain the version. A name must not return with other weights.
+                version = max(version, self._plane.policy_version) + 1
+            # TRL sends the weights out before the first step and counts that as one more version.
+            self._trainer.model_version = max(version - 1, 0)
+            self._trainer._groups_before_resume = self.progress.groups
+
+    def _open(self, args: Any, save_steps: int) -> Plane:
+        where = str(self._where)
+        if "://" in where:
+            return open_plane(where, **self._settings)
+        budget, target = args.token_budget or 0, {"samples_per_step": _samples_per_step(args)}
+        if budget > 0:
+            target = {"tokens_per_step": budget * args.world_size * args.gradient_accumulation_steps}
+        # A restart needs every step since the last checkpoint, or the one before if a crash cut that short. Samples of
+        # a group share tokens, and TRL's budget counts these once: `num_generations` of our steps may fit into TRL's.
+        steps = 2 * save_steps if args.save_strategy == "steps" else args.max_steps
+        retain = max(steps * (args.num_generations if budget > 0 else 1), 64)
+        settings: dict[str, Any] = {"ranks": 1, "seq_len": _SEQ_LEN, "retain_steps": retain, "columns": (MESSAGES,)}
+        settings |= {} if any(name in self._settings for name in _TARGETS) else target
+        return open_plane(where, **settings | self._settings)
 
     def taken(self, handed: Handed) -> RolloutSample | None:
         """Record that TRL takes a sample. Returns it, or None if it has nothing to train or is too stale."""
         sample = handed.sample
-        if sample is not None and self._model_version - sample.model_version > self._args.max_staleness:
-            self.metrics_queue.put({"sample/dropped_stale_total": 1.0})  # as TRL would, but here it is recorded
+        if sample is not None and self._version - sample.model_version > self._args.max_staleness:
+            with suppress(queue.Full):  # as TRL would count it, if there is room
+                self.metrics_queue.put_nowait({"sample/dropped_stale_total": 1.0})
             sample = None
-        self._handed.append((handed, sample is not None))
-        self._given += sample is not None
+        # A sample beyond the budget is given to TRL, which drops it and counts that.
+        is_trained = sample is not None and not 0 < (self._args.token_budget or 0) < len(sample.input_ids)
+        self._handed.append((handed, is_trained))
         return sample
 
     def on_step_end(self, *, syncs: bool) -> None:
         """Record that an optimizer step is done. With `syncs`, weights are sent out next."""
-        if self._source is None:
-            return  # TRL uses only the worker of its main process
-        self._pass_by(self._trained())
+        # TRL counts the samples of its optimizer step, and sets the count back after this.
+        assert self._trainer is not None
+        self._pass_by(round(self._trainer._step_samples))
         if not syncs:
-            self.progress.version = self._first_version + self._model_version  # of the next weights to be sent out
+            self.progress.version = self._version + 1  # of the next weights to be sent out
             self._commit()
-
-    def _trained(self) -> int:
-        """Return the number of samples trained since the last call."""
-        args = self._args
-        if args.token_budget is not None and args.token_budget <= 0:
-            return int(args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps)
-        self._marks.append(self._given)
-        self._given = 0
-        return self._marks.popleft() if len(self._marks) > _LAG else 0
 
     def _pass_by(self, count: int) -> None:
         """Move past `count` trained samples, and past the dropped ones among them."""
@@ -253,12 +294,15 @@ class PlaneRolloutWorker:
     def _commit(self) -> None:
         for number in self._complete:
             assert self._source is not None
-            self._source.commit(number, policy_version=self._first_version + self._model_version - 1)
+            self._source.commit(number, policy_version=self._version)
         self._complete = []
 
     def raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
 
     # -------------------------------------------------------------- in the worker's thread
 
@@ -266,45 +310,56 @@ class PlaneRolloutWorker:
         skip = self.progress.samples
         try:
             for step in source.steps():
-                for handed in self._samples(step)[skip:]:
+                for handed in self._samples(step, skip):
                     self._offer(handed)
                 skip = 0
         except PenstockError as error:
             if not self._stopping.is_set():
-                self._error = error
+                self._fail(error)
         except BaseException as error:
-            self._error = error
+            self._fail(error)
             raise
 
-    def _samples(self, step: SourceStep) -> list[Handed]:
-        samples = list(step.samples())
-        groups = {name: self._groups + i for i, name in enumerate(dict.fromkeys(sample.group for sample in samples))}
-        self._groups += len(groups)
-        return [
-            Handed(
-                step=step.number,
-                index=index,
-                is_last=index == len(samples) - 1,
-                sample=self._rollout(sample, groups[sample.group]) if sample.loss_tokens else None,
-            )
-            for index, sample in enumerate(samples)
-        ]
+    def _samples(self, step: SourceStep, skip: int = 0) -> list[Handed]:
+        """Return the samples of a step without the first `skip`, group by group. Groups are numbered over restarts."""
+        groups: dict[str, list[Sample]] = {}
+        for sample in step.samples():
+            groups.setdefault(sample.group, []).append(sample)
+        found: list[Handed] = []
+        total, index = sum(map(len, groups.values())), 0
+        for samples in groups.values():
+            for i, sample in enumerate(samples):
+                ends = i == len(samples) - 1
+                if index >= skip:
+                    rollout = self._rollout(sample, self._groups) if sample.loss_tokens else None
+                    found.append(
+                        Handed(
+                            step=step.number, index=index, is_last=index == total - 1, ends_group=ends, sample=rollout
+                        )
+                    )
+                    self._groups += ends  # those before `skip` are in the checkpoint's count
+                index += 1
+        return found
 
     def _offer(self, handed: Handed) -> None:
         while not self._stopping.is_set():
             with suppress(queue.Full):
-                self.rollout_buffer.put(handed, timeout=_LOOK_S)
+                self._buffer.put(handed, timeout=_LOOK_S)
                 self._alive_at = time.monotonic()
                 return
 
     def _rollout(self, sample: Sample, group: int) -> RolloutSample:
         """Convert a sample for TRL: one advantage, the same temperature for all samples, no weights."""
         check_carried(sample, temperature=self._args.temperature, drop=self._drop)
-        version = self._model_version
-        if sample.policy_version is not None:
-            version = sample.policy_version - self._first_version + 1
-        fields = rollout_fields(sample, group) | {"model_version": version, "enqueued_at": time.time()}
+        fields = rollout_fields(sample, group) | messages_of(sample) | {"enqueued_at": time.time()}
+        if sample.policy_version is None:
+            fields["model_version"] = self._version
         return RolloutSample(**fields)
+
+
+def _samples_per_step(args: Any) -> int:
+    """Return the samples of an optimizer step without a token budget, and about as many with one."""
+    return int(args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps)
 
 
 def check_carried(sample: Sample, *, temperature: float, drop: Collection[str] = ()) -> None:
@@ -332,7 +387,7 @@ def check_carried(sample: Sample, *, temperature: float, drop: Collection[str] =
         if name in sample and name not in drop and not _is_neutral(sample, name):
             raise InvalidInput(
                 f"{where}.{name}: AsyncGRPOTrainer cannot carry it; use PlaneTrainer, or train without it: "
-                f"PlaneRolloutWorker(..., drop=[{name!r}])"
+                f"Durable(..., drop=[{name!r}])"
             )
 
 
