@@ -17,6 +17,7 @@ module. Readers check sizes against counts before they allocate.
 from __future__ import annotations
 
 import math
+import struct
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -57,6 +58,9 @@ RAW, CONSTANT, RUNS, NARROW, SPARSE, PLANES, PACKED, DELTAS, FLAT = range(9)
 FEW = 64
 """Arrays of up to this many numbers are coded without numpy."""
 NAMES = ("raw", "constant", "runs", "narrow", "sparse", "planes", "packed", "deltas", "flat")
+_LETTERS = {8: "B", 16: "H", 32: "I"}
+"""Bits of a low plane -> letter of `struct`."""
+_U4 = np.dtype("<u4")
 _OCTETS = (RAW, CONSTANT, PLANES)
 """Codings whose bytes become values directly. Bools in them are read as bytes first."""
 
@@ -245,7 +249,7 @@ class Reader:
         if size < 0 or end > len(self.section):
             raise CorruptFrame(f"{what}: {size} bytes at {self.at} of a section of {len(self.section)}")
         view = self.section[self.at : end]
-        self.used[what] += size
+        self.used[what] = self.used.get(what, 0) + size
         self.at = -(-end // ALIGN) * ALIGN if self.align else end
         return view
 
@@ -256,6 +260,10 @@ class Reader:
 
     def read(self, block: Block, dtype: np.dtype[Any], count: int, what: str, trained: MaskRuns | None = None) -> Array:
         """Read the one-dimensional array of `count` values that was written as `block`."""
+        if count <= FEW and dtype.kind in "ui":
+            few = self._few(block, dtype, count, what)
+            if few is not None:
+                return np.array(few, dtype)
         if dtype == np.bool_ and block.coding in _OCTETS:
             octets = self.read(block, np.dtype("|u1"), count, what)
             return octets.astype(np.bool_)  # a bool made of any other byte than 0 and 1 is undefined
@@ -274,13 +282,56 @@ class Reader:
             return join_bytes(self._planes(block, [count] * dtype.itemsize, what), dtype)
         raise CorruptFrame(f"{what}: coding {block.coding} is not one this reader knows here")
 
+    def integers(self, block: Block, dtype: np.dtype[Any], count: int, what: str) -> list[int]:
+        """Do what `read` does for integers, and return a list."""
+        few = self._few(block, dtype, count, what) if count <= FEW else None
+        if few is not None:
+            return few
+        found: list[int] = self.read(block, dtype, count, what).tolist()
+        return found
+
+    def _few(self, block: Block, dtype: np.dtype[Any], count: int, what: str) -> list[int] | None:
+        """Do what `read` does for the few integers of a head, one per sample: the same values and errors without a
+        dozen numpy calls. Returns None for what `_few` of the writer does not write.
+        """
+        size, signed = dtype.itemsize, dtype.kind == "i"
+        if block.coding == CONSTANT:
+            return [int.from_bytes(self.bytes(size, what), "little", signed=signed)] * count
+        if size != 8 and dtype.str != "<u4":  # a value may be too large for the dtype
+            return None
+        if block.coding == NARROW and block.arg in WIDTHS:
+            return self._few_narrow(block.arg, count, what)
+        if block.coding != RUNS or not 0 < block.arg <= count or len(block.parts) != 1:
+            return None
+        lengths = block.parts[0]
+        if lengths.coding != NARROW or lengths.arg not in WIDTHS:
+            return None
+        values = memoryview(self.bytes(block.arg * size, what))
+        runs = self._few_narrow(lengths.arg, block.arg, what)
+        if sum(runs) != count:
+            raise CorruptFrame(f"{what}: runs add up to {sum(runs)} of {count} values")
+        out: list[int] = []
+        for i, length in enumerate(runs):
+            out += [int.from_bytes(values[i * size : i * size + size], "little", signed=signed)] * length
+        return out
+
+    def _few_narrow(self, width: int, count: int, what: str) -> list[int]:
+        """Read both planes of a few integers, as `_few` of the writer wrote them."""
+        low, high = planes_of(width)
+        low_bytes, high_bytes = plane_bytes(width, count)
+        out: list[int] = list(struct.unpack(f"<{count}{_LETTERS[low]}", self.bytes(low_bytes, what))) if low else []
+        packed = int.from_bytes(self.bytes(high_bytes, what), "little")
+        if not high:
+            return out
+        mask = (1 << high) - 1
+        places = range(0, count * high, high)
+        if not low:
+            return [packed >> at & mask for at in places]
+        return [value | (packed >> at & mask) << low for value, at in zip(out, places, strict=True)]
+
     def read_number(self, block: Block, what: str) -> int:
         """Do what `read` does for one number below 2**32."""
-        if block.coding != NARROW or block.arg not in WIDTHS:
-            return int(self.read(block, np.dtype("<u4"), 1, what)[0])
-        low, high = planes_of(block.arg)
-        value = int.from_bytes(self.bytes(low // 8, what), "little")
-        return value | (int.from_bytes(self.bytes(-(-high // 8), what), "little") % (1 << high)) << low
+        return self.integers(block, _U4, 1, what)[0]
 
     def read_rows(
         self,

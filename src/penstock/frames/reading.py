@@ -43,7 +43,7 @@ def describe(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> tuple[Head, Sa
     sections = split(data)
     head, used = parse_head(sections, limits)
     check_body(sections)
-    reader, offsets = Reader(sections.body, align=True), offsets_of(head.lengths)
+    reader, offsets = Reader(sections.body, align=True), head.offsets
     columns = {name: _unfold(column, offsets) for name, column in _read_body(head, offsets, reader).items()}
     samples = _samples(head, columns | head.columns)
     check_values(samples, head.loss_tokens)
@@ -62,7 +62,7 @@ def open_stored(
     sections = split(data)
     head, _ = parse_head(sections, limits)
     check_body(sections)
-    offsets = offsets_of(head.lengths)
+    offsets = head.offsets
     stored = _read_body(head, offsets, Reader(sections.body, align=True), unfold=False)
     sparse = {name: stored.pop(name) for name in [name for name, column in stored.items() if column.is_sparse]}
     large = {
