@@ -75,11 +75,13 @@ class Writer:
 
     def add(self, *buffers: Array | bytes) -> tuple[int, ...]:
         """Append buffers and return their sizes. Only compressed buffers need to record them."""
-        views = [b if isinstance(b, bytes) else _octets(b) for b in buffers]
-        for view in views:
+        sizes = []
+        for buffer in buffers:
+            view = buffer if isinstance(buffer, bytes) else _octets(buffer)
             self.pieces.append(view)
+            sizes.append(len(view))
             self._pad(len(view))
-        return tuple(len(view) for view in views)
+        return tuple(sizes)
 
     def _pad(self, size: int) -> None:
         if self.align and size % ALIGN:
@@ -95,7 +97,7 @@ class Writer:
         if len(values) == 0:
             return self.plain(RAW, 0, values)
         if len(values) <= FEW and values.dtype.kind in "ui" and values.itemsize > 1:
-            found = self._few(values)
+            found = self._few(values.tolist(), values.dtype)
             if found is not None:
                 return found
         if values.dtype.kind == "f" and trained is not None and trained.has_off and trained.is_zero_off(values):
@@ -110,45 +112,63 @@ class Writer:
             return self._raw(values)
         return self._integers(values)
 
-    def _few(self, values: Array) -> Block | None:
+    def integers(self, values: list[int]) -> Block:
+        """Write numbers below 2**32 like `write` of a uint32 array."""
+        found = self._few(values, _U4) if 0 < len(values) <= FEW else None
+        return self.write(np.array(values, _U4)) if found is None else found
+
+    def _few(self, values: list[int], dtype: np.dtype[Any]) -> Block | None:
         """Do what `write` does for the few integers of a head, one per sample: the same bytes without a dozen numpy
-        calls. Returns None where run-length coding or numbers beyond 32 bits have to be considered.
+        calls. Returns None for numbers that do not fit 32 bits.
         """
-        flat: list[int] = values.tolist()
-        count, largest = len(flat), max(flat)
-        if count > 1 and flat.count(flat[0]) == count:
-            return self.plain(CONSTANT, 0, values[:1])
-        runs = 1 + sum(a != b for a, b in pairwise(flat))
-        bits = min(values.itemsize, 2) * 8
-        if largest >= 2**32 or min(flat) < 0 or runs * (16 + 8 * values.itemsize) < count * bits:
-            return None
-        width = width_of(largest)
+        count, size, signed = len(values), dtype.itemsize, dtype.kind == "i"
+        if count > 1 and values.count(values[0]) == count:
+            return self.plain(CONSTANT, 0, values[0].to_bytes(size, "little", signed=signed))
+        starts = [0, *(i for i, (a, b) in enumerate(pairwise(values), 1) if a != b)]
+        # The rule of `_runs_if_cheaper`. Of up to 64 numbers, those that pass it also pass `has_few_runs`.
+        if len(starts) * (16 + 8 * size) < count * min(size, 2) * 8:
+            self.add(b"".join([values[i].to_bytes(size, "little", signed=signed) for i in starts]))
+            lengths = [b - a for a, b in pairwise([*starts, count])]
+            return Block(RUNS, len(starts), (), (self._narrow_few(lengths),))
+        return None if max(values) >= 2**32 or min(values) < 0 else self._narrow_few(values)
+
+    def _narrow_few(self, values: list[int]) -> Block:
+        """Do what `_narrow` does for a few numbers."""
+        width = width_of(max(values))
         low, high = planes_of(width)
         # The high plane as one big integer, first value in the lowest bits: values 1, 3, 2 of 2 bits are 0b_10_11_01.
         packed = 0
-        for i, value in enumerate(flat if high else ()):
-            packed |= (value >> low) << (i * high)
-        low_plane = values.astype(f"<u{low // 8}").tobytes() if low else b""
-        return self.plain(NARROW, width, low_plane, packed.to_bytes(-(-count * high // 8), "little"))
+        if high:
+            for value in reversed(values):
+                packed = packed << high | value >> low
+        kept, low_plane = (1 << low) - 1, b""
+        if low:
+            low_plane = struct.pack(f"<{len(values)}{_LETTERS[low]}", *[value & kept for value in values])
+        return self.plain(NARROW, width, low_plane, packed.to_bytes(-(-len(values) * high // 8), "little"))
 
     def write_number(self, value: int) -> Block:
         """Write one number below 2**32 like `write`, without arrays."""
-        width = width_of(value)
-        low, high = planes_of(width)
-        self.add((value % (1 << low)).to_bytes(low // 8, "little"), (value >> low).to_bytes(-(-high // 8), "little"))
-        return Block(NARROW, width)
+        return self._narrow_few([value])
+
+    def write_mask(self, trained: MaskRuns) -> Block:
+        """Write a mask whose runs are known. The bytes equal those of `write(trained.mask)`."""
+        starts, mask = trained.edges[:-1], trained.mask
+        if len(mask) < 2 or not has_few_runs(mask, starts=starts):
+            return self.write(mask)
+        return self._runs_if_cheaper(mask, starts) or self._narrow(mask.astype(np.uint32))
 
     def _write_trained(self, values: Array, trained: MaskRuns) -> Block:
         first = values[trained.on[0][0] : trained.on[0][1]] if trained.on else values[:0]
         if self.small or trained.is_choppy or has_few_runs(first):
             return self.write(trained.take(values))
         # The path of log-probabilities: the runs go into the frame as views, without a copy in between.
-        self.pieces.extend(_octets(values[a:b]) for a, b in trained.on)
-        self._pad(trained.count() * values.dtype.itemsize)
+        octets, size = _octets(values), values.dtype.itemsize
+        self.pieces.extend([octets[a * size : b * size] for a, b in trained.on])
+        self._pad(trained.count() * size)
         return Block(RAW)
 
-    def _runs_if_cheaper(self, values: Array) -> Block | None:
-        starts = run_starts(values)
+    def _runs_if_cheaper(self, values: Array, starts: NDArray[np.int64] | None = None) -> Block | None:
+        starts = run_starts(values) if starts is None else starts
         if len(starts) == 1:
             return self.plain(CONSTANT, 0, values[:1])
         alternating = values.dtype == np.bool_
@@ -169,6 +189,8 @@ class Writer:
         return self._narrow(values.astype(np.uint32, copy=False), largest)
 
     def _narrow(self, values: NDArray[np.uint32], largest: int | None = None) -> Block:
+        if 0 < len(values) <= FEW:
+            return self._narrow_few(values.tolist())
         width = width_of(int(values.max()) if largest is None else largest)
         planes = pack_uints(values, width)
         if self.small and len(values) > 64:

@@ -97,7 +97,8 @@ def frame_pieces(
     policy_versions = head.write(batch.policy_versions)
     text = tuple(_text(name, batch.text[name], head) for name in _texts(batch))
     parents = shared = None
-    if prefixes.any:
+    shared_by: list[int] = prefixes.shared.tolist()
+    if any(shared_by):
         # Parents are written as a distance, a small number: sample 7 with parent 5 writes 2, and 0 means none.
         back = np.where(prefixes.parents < 0, 0, np.arange(len(batch)) - prefixes.parents)
         parents, shared = head.write(back), head.write(prefixes.shared)
@@ -112,7 +113,7 @@ def frame_pieces(
     header = Header(
         num_samples=len(batch),
         num_tokens=batch.num_tokens,
-        num_shared=int(prefixes.shared.sum()),
+        num_shared=sum(shared_by),
         lengths=lengths,
         loss_tokens=loss_tokens,
         policy_versions=policy_versions,
@@ -165,10 +166,9 @@ def _text(name: str, values: tuple[str, ...], head: Writer) -> TextBlock:
     if len(distinct) == 1:
         return _same_text(name, values, head)
     encoded = [value.encode() for value in distinct]
-    codes = np.array([distinct[value] for value in values], np.uint32)
-    lengths = head.write(np.array([len(value) for value in encoded], np.uint32))
+    lengths = head.integers(list(map(len, encoded)))
     num_bytes = head.add(b"".join(encoded))[0]
-    return TextBlock(name, len(distinct), lengths, num_bytes, head.write(codes))
+    return TextBlock(name, len(distinct), lengths, num_bytes, head.integers([distinct[value] for value in values]))
 
 
 def _same_text(name: str, values: tuple[str, ...], head: Writer) -> TextBlock:
@@ -192,6 +192,8 @@ def _column(name: str, batch: Samples, prefixes: Prefixes, head: Writer, body: W
     values = found.values
     if column.ragged:
         return _lists(column, found, body, batch.trained)
+    if name == "loss_mask":
+        return ColumnBlock(name, values.dtype.str, body.write_mask(batch.trained))
     # Only inputs of the model follow from the tokens alone. Masks and log-probabilities differ between branches.
     share = prefixes.any and (name == "token_ids" or _follows_tokens(column, values, batch, prefixes))
     stored = cut(values, batch.offsets, prefixes) if share else values
