@@ -58,7 +58,11 @@ def has_few_runs(values: Array, *, starts: NDArray[np.int64] | None = None, prob
     are already known.
     """
     head = values[:probe]
-    runs = len(run_starts(head)) if starts is None else int(starts.searchsorted(len(head)))
+    if starts is None:
+        bits = bit_view(head)
+        runs = 1 + int(np.count_nonzero(bits[1:] != bits[:-1]))
+    else:
+        runs = int(starts.searchsorted(len(head)))
     # Runs pay from about four values per run. The 64 lets short heads through, where a full pass is cheap anyway.
     return len(head) == 0 or runs * 4 <= len(head) + 64
 

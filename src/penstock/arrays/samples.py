@@ -94,7 +94,7 @@ class Samples(Sequence[Sample]):
     @cached_property
     def loss_tokens(self) -> NDArray[np.int64]:
         """[n] trained tokens of each sample."""
-        return lengths_of(self.trained.count_before(self.offsets))
+        return trained_tokens(self.columns["loss_mask"].values, self.offsets, self.lengths)
 
     @cached_property
     def trained(self) -> MaskRuns:
@@ -179,6 +179,13 @@ class Samples(Sequence[Sample]):
 
     def __repr__(self) -> str:
         return f"Samples({len(self)} samples, {self.num_tokens} tokens, columns={list(self.columns)})"
+
+
+def trained_tokens(mask: NDArray[np.bool_], offsets: Offsets, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return [n], how many of the first `lengths[i]` tokens of each sample are trained."""
+    # numpy vectorizes count_nonzero of a bool slice. A reduceat over all samples is ten times slower.
+    starts = offsets[:-1].tolist()
+    return np.array([np.count_nonzero(mask[a : a + n]) for a, n in zip(starts, lengths.tolist(), strict=True)], np.int64)
 
 
 _ALWAYS = ("token_ids", "loss_mask")

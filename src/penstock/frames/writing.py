@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import get_args
 
 import numpy as np
@@ -175,11 +176,19 @@ def _same_text(name: str, values: tuple[str, ...], head: Writer) -> TextBlock:
     """Do what `_text` does for the usual case that all samples have the same text: the same bytes, without an array per
     number.
     """
-    encoded = values[0].encode()
+    block, data = _one_text(name, values[0], len(values) > 1)
+    head.add(data)
+    return block
+
+
+@lru_cache(maxsize=64)
+def _one_text(name: str, value: str, is_shared: bool) -> tuple[TextBlock, bytes]:
+    """Return the block and the bytes of one string. Most names (env, run, mode) are those of the group before."""
+    head, encoded = Writer("fast", align=False), value.encode()
     lengths = head.write_number(len(encoded))
     head.add(encoded)
-    codes = head.plain(CONSTANT, 0, bytes(4)) if len(values) > 1 else head.write_number(0)
-    return TextBlock(name, 1, lengths, len(encoded), codes)
+    codes = head.plain(CONSTANT, 0, bytes(4)) if is_shared else head.write_number(0)
+    return TextBlock(name, 1, lengths, len(encoded), codes), b"".join(head.pieces)
 
 
 def _column(name: str, batch: Samples, prefixes: Prefixes, head: Writer, body: Writer) -> ColumnBlock:
