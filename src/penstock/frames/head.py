@@ -233,7 +233,7 @@ def _read_counts(reader: Reader, header: Header) -> tuple[NDArray[np.int64], NDA
     # Bound each length before summing: an int64 sum can wrap around to any value.
     if n and not 1 <= low <= high <= num_tokens:
         raise CorruptFrame(f"frame: samples of {low} to {high} tokens in {num_tokens}")
-    if int(lengths.sum()) != num_tokens:
+    if int(np.add.reduce(lengths)) != num_tokens:
         raise CorruptFrame(f"frame: lengths add up to {int(lengths.sum())} of {num_tokens} tokens")
     loss_tokens, _, _ = _counts(reader, header.loss_tokens, n, "loss_tokens")
     if np.count_nonzero(loss_tokens >= lengths):
@@ -324,17 +324,20 @@ def _read_prefixes(reader: Reader, header: Header, lengths: NDArray[np.int64]) -
         if header.num_shared or header.parents is not header.shared:
             raise CorruptFrame(f"frame: {header.num_shared} shared tokens without saying where")
         return None
-    n = header.num_samples
-    back, _, _ = _counts(reader, header.parents, n, "parents")
-    shared, _, _ = _counts(reader, header.shared, n, "shared")
-    parents = np.arange(n) - back
-    found = shared > 0
-    # Invalid: a parent before the first sample, shared tokens without a parent, or more than either sample has.
-    most = np.minimum(lengths, lengths.take(parents, mode="clip"))
-    bad = (parents < 0) | (found & (back == 0)) | (shared > most)
-    if np.count_nonzero(bad) or int(shared.sum()) != header.num_shared:
+    n, sizes = header.num_samples, lengths.tolist()
+    back = reader.integers(header.parents, _I8, n, "parents")
+    shared = reader.integers(header.shared, _I8, n, "shared")
+    parents = [-1] * n
+    # Lists, not arrays: a frame has few samples. Invalid: a parent before the first sample, shared tokens without a
+    # parent, or more than either sample has.
+    for i, (distance, count) in enumerate(zip(back, shared, strict=True)):
+        if not 0 <= distance <= i or not 0 <= count <= min(sizes[i], sizes[i - distance]) or (count and not distance):
+            raise CorruptFrame("frame: a shared prefix points outside the samples before it")
+        if count:
+            parents[i] = i - distance
+    if sum(shared) != header.num_shared:
         raise CorruptFrame("frame: a shared prefix points outside the samples before it")
-    return Prefixes(np.where(found, parents, -1), shared)
+    return Prefixes(np.array(parents, np.int64), np.array(shared, np.int64))
 
 
 def _read_per_sample(reader: Reader, spec: ColumnBlock, table: Mapping[str, Column], n: int) -> Ragged:
