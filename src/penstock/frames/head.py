@@ -128,7 +128,9 @@ def parse_head(sections: Sections, limits: Limits) -> tuple[Head, Counter[str]]:
     reader = Reader(sections.head, align=False)
     lengths, loss_tokens, versions = _read_counts(reader, header)
     text = {spec.name: _read_text(reader, spec, len(lengths)) for spec in header.text}
-    _check_text(text)
+    missing = set(TEXTS) - text.keys()
+    if missing:
+        raise CorruptFrame(f"frame: text column {sorted(missing)[0]!r} is missing")
     for name in TEXT_COLUMNS.keys() - text.keys():
         text[name] = ("",) * len(lengths)
     # Keyword arguments are evaluated in this order, which must be the order of the file: each read moves the reader.
@@ -281,6 +283,7 @@ def _read_text(reader: Reader, spec: TextBlock, n: int) -> tuple[str, ...]:
         distinct = [blob[a:b].decode() for a, b in pairwise(ends)]
     except UnicodeDecodeError as error:
         raise CorruptFrame(f"{spec.name}: {error}") from None
+    _check_text(spec.name, distinct)
     return tuple([distinct[code] for code in codes])
 
 
@@ -291,26 +294,24 @@ def _read_same_text(reader: Reader, spec: TextBlock, n: int) -> tuple[str, ...]:
     if length != len(blob) or any(reader.bytes(4, spec.name)):
         raise CorruptFrame(f"{spec.name}: {length} of {len(blob)} bytes, 1 string")
     try:
-        return (blob.decode(),) * n
+        value = blob.decode()
     except UnicodeDecodeError as error:
         raise CorruptFrame(f"{spec.name}: {error}") from None
+    _check_text(spec.name, (value,))
+    return (value,) * n
 
 
-def _check_text(text: dict[str, tuple[str, ...]]) -> None:
-    missing = set(TEXTS) - text.keys()
-    if missing:
-        raise CorruptFrame(f"frame: text column {sorted(missing)[0]!r} is missing")
+def _check_text(name: str, distinct: Sequence[str]) -> None:
+    """Raise CorruptFrame for a string that the text column does not allow."""
+    if (
+        name not in ("mode", "rollout")
+        and _is_plain("".join(distinct))
+        and 0 < min(map(len, distinct), default=1) <= max(map(len, distinct), default=1) <= MAX_TEXT
+    ):
+        return  # the usual case: one check of the joined text instead of one per string
     try:
-        for name, values in text.items():
-            distinct = dict.fromkeys(values)
-            if (
-                name not in ("mode", "rollout")
-                and _is_plain("".join(distinct))
-                and all(0 < len(value) <= MAX_TEXT for value in distinct)
-            ):
-                continue  # the usual case: one check of the joined text instead of one per string
-            for value in distinct:
-                check_text({"mode": "rl", name: value}, "frame")
+        for value in distinct:
+            check_text({"mode": "rl", name: value}, "frame")
     except InvalidInput as error:
         raise CorruptFrame(str(error)) from None
 
