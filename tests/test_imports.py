@@ -101,8 +101,7 @@ def test_a_producer_loads_no_plane_packer_or_database() -> None:
 
 
 def test_a_rank_loads_no_producer_and_no_planner(tmp_path: Path) -> None:
-    settings = {"ranks": 1, "seq_len": 16, "groups_per_step": 1, "listen": ["tcp://127.0.0.1:*"]}
-    with ps.open(tmp_path, **settings) as plane:
+    with ps.open(tmp_path, ranks=1, seq_len=16, groups_per_step=1, listen=["tcp://127.0.0.1:*"]) as plane:
         plane.put([ps.Sample(id="a", group="g", token_ids=[1, 2], loss_mask=[0, 1], logprobs=[0.0, -1.0])])
         loaded, ours = loaded_by(RANK, plane.url)
     assert len(ours) <= 80, sorted(ours)

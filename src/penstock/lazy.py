@@ -1,7 +1,7 @@
 """Lazy exports: a package's names are imported when they are first used.
 
-A package lists its exports once, in `__init__.pyi`, as ordinary imports, one `from module import name as name` per line.
-Type checkers and editors read them there, and so does `exports_of`. A producer that needs three names of
+A package lists its exports once, in `__init__.pyi`, as ordinary imports, one `from module import name as name` to a
+line. Type checkers and editors read them there, and so does `exports_of`. A producer that needs three names of
 `penstock.protocol` loads three of its modules, not all.
 """
 

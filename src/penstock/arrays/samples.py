@@ -184,8 +184,8 @@ class Samples(Sequence[Sample]):
 def trained_tokens(mask: NDArray[np.bool_], offsets: Offsets, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return [n], how many of the first `lengths[i]` tokens of each sample are trained."""
     # numpy vectorizes count_nonzero of a bool slice. A reduceat over all samples is ten times slower.
-    starts = offsets[:-1].tolist()
-    return np.array([np.count_nonzero(mask[a : a + n]) for a, n in zip(starts, lengths.tolist(), strict=True)], np.int64)
+    rows = zip(offsets[:-1].tolist(), lengths.tolist(), strict=True)
+    return np.array([np.count_nonzero(mask[a : a + n]) for a, n in rows], np.int64)
 
 
 _ALWAYS = ("token_ids", "loss_mask")

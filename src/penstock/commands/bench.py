@@ -31,6 +31,7 @@ BENCHES = {
     "deliver": ("a step to the ranks of one host, against raw ZeroMQ", ("pyzmq",)),
     "export": ("token export against a plain json loop, and against a training step", ("orjson", "pyarrow", "torch")),
     "path": ("producers to tensors on the ranks, against TransferQueue and Ray", ("pyzmq", "torch")),
+    "small": ("what a group of 16 x 512 tokens costs, by process and by part", ("pyzmq",)),
     "log": ("commits and restarts of the decision log in SQLite and in PostgreSQL", ("psycopg",)),
     "storage": ("ranks and puts on an object store with 50 ms latency", ("obstore", "moto")),
     "ingest": ("durable puts against raw SQLite and a raw disk sync", ("pyzmq",)),
