@@ -14,6 +14,7 @@ PROCESS = {
     "assets/test_blobs.py::test_s3_conforms",
     "benchmarks/test_plane_benches.py",
     "benchmarks/test_plane_work.py",
+    "benchmarks/test_small_bench.py",
     "demo/test_demo.py",
     "benchmarks/test_memory.py",
     "demo/test_refusals.py",
