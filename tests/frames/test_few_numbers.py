@@ -27,7 +27,7 @@ SAME = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCh
 def integers(draw: st.DrawFn) -> np.ndarray[Any, np.dtype[Any]]:
     """Up to 70 numbers of any width and sign, with runs of any length."""
     dtype = np.dtype(draw(st.sampled_from(DTYPES)))
-    limits = np.iinfo(dtype)
+    limits = np.iinfo(dtype.str)
     bits = draw(st.integers(1, 8 * dtype.itemsize - (dtype.kind == "i")))
     low = limits.min if draw(st.booleans()) and dtype.kind == "i" else 0
     values = st.integers(max(low, limits.min), min(2**bits - 1, limits.max))
