@@ -108,19 +108,6 @@ class MaskRuns:
     def count(self) -> int:
         return int(np.count_nonzero(self.mask))
 
-    def count_before(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Count the True values before each position, from the edges alone."""
-        first_on = bool(len(self.mask)) and bool(self.mask[0])
-        starts, ends = self.edges[:-1][not first_on :: 2], self.edges[1:][not first_on :: 2]
-        if not len(starts):
-            return np.zeros(len(positions), np.int64)
-        # For True runs 2..5 and 8..9, before is [0 3 4]. Position 4 lies in run 0: before[0] + (4 - 2) = 2. Position 6
-        # lies behind run 0, and minimum() stops at its end: 3.
-        before = np.concatenate([[0], np.cumsum(ends - starts)])
-        run = np.searchsorted(starts, positions, side="right") - 1
-        inside = np.minimum(positions, ends[run]) - starts[run]
-        return np.where(run < 0, 0, before[run] + inside)
-
     def is_zero_off(self, values: Array) -> bool:
         """Return whether all bits are zero wherever the mask is False."""
         bits = bit_view(values)
