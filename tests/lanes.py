@@ -15,6 +15,7 @@ PROCESS = {
     "benchmarks/test_plane_benches.py",
     "benchmarks/test_plane_work.py",
     "benchmarks/test_growth.py",
+    "benchmarks/test_small_bench.py",
     "demo/test_demo.py",
     "benchmarks/test_memory.py",
     "demo/test_refusals.py",

@@ -38,6 +38,8 @@ class Round:
     """Of those between producers and ranks."""
     rank_cpu_s: float
     """Of all ranks together."""
+    producer_cpu_s: float
+    """Of all producers together."""
     plane_bytes: int
     """Peak resident memory of what stands between producers and ranks."""
     rank_bytes: int
@@ -180,6 +182,7 @@ class Meter:
             cpu_s=sum(spent.values()),
             plane_cpu_s=sum(spent.get(pid, 0.0) for pid in between),
             rank_cpu_s=sum(spent.get(pid, 0.0) for pid in ranks),
+            producer_cpu_s=sum(spent.get(pid, 0.0) for pid in producers),
             plane_bytes=sum(peak_bytes(pid) for pid in between),
             rank_bytes=max(map(peak_bytes, ranks)),
             producer_bytes=max(map(peak_bytes, producers)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from penstock.arrays.run_lengths import MaskRuns, bit_view, decode_runs, encode_runs, has_few_runs, run_starts
+from penstock.arrays.samples import trained_tokens
 from penstock.testing import reference
 
 FLOAT_BITS = st.sampled_from([0, 0x80000000, 0x7FC00000, 0x7FC00001, 0x7F800001, 0x3F800000])
@@ -55,11 +58,12 @@ def test_taking_and_putting_by_runs_equals_a_boolean_index(mask: NDArray[np.bool
     assert runs.is_zero_off(np.where(mask, values, 0).astype(np.float32))
 
 
-@given(masks)
-def test_counting_trained_tokens_before_a_position_equals_a_sum(mask: NDArray[np.bool_]) -> None:
-    positions = np.arange(len(mask) + 1)
-    expected = [int(mask[:p].sum()) for p in positions]
-    assert MaskRuns.of(mask).count_before(positions).tolist() == expected
+@given(masks, st.data())
+def test_counting_trained_tokens_of_samples_equals_a_sum(mask: NDArray[np.bool_], data: st.DataObject) -> None:
+    edges = sorted(data.draw(st.lists(st.integers(0, len(mask)), min_size=2, max_size=6)))
+    kept = [data.draw(st.integers(0, b - a)) for a, b in pairwise(edges)]
+    expected = [int(mask[a : a + n].sum()) for a, n in zip(edges[:-1], kept, strict=True)]
+    assert trained_tokens(mask, np.array(edges), np.array(kept, np.int64)).tolist() == expected
 
 
 @given(masks.filter(lambda m: not m.all()), st.data())

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
-from penstock.arrays import ImageSpan, Sample
+from penstock.arrays import ImageSpan, Sample, check_text
 from penstock.arrays.ragged import arrays_in
 from penstock.errors import InvalidInput, UnknownKey
 from penstock.testing.reference import record
@@ -262,3 +263,28 @@ def test_a_rejected_sample_leaves_the_arrays_it_was_given_as_they_were() -> None
         build(token_ids=ids, rewards=math.inf)
     assert ids.flags.writeable
     assert ids.tolist() == [1, 2, 3, 4]
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "id": st.text(max_size=8) | st.just("x" * 513),
+            "group": st.text(max_size=3) | st.sampled_from([7, None, "ok", "é", "a\x00b"]),
+            "prompt": st.sampled_from(["", "p", "x" * 300]),
+            "env": st.sampled_from(["", "math", "\u202e"]),
+            "run": st.just(""),
+            "mode": st.sampled_from(["rl", "sft", "none"]),
+        }
+    )
+)
+def test_names_are_checked_alike_together_and_one_by_one(text: dict[str, Any]) -> None:
+    """Plain names pass in one check of the joined text. With a rollout, each name is checked by itself."""
+
+    def problem(**more: str) -> str:
+        try:
+            check_text(text | more, "sample")
+        except InvalidInput as error:
+            return str(error)
+        return ""
+
+    assert problem(rollout="") == problem(rollout="{}")

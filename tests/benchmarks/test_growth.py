@@ -1,11 +1,8 @@
-"""The benchmarks of growth, of starting and of small groups: every row is there, as the contract asks."""
+"""The benchmarks of growth and of starting: every row is there, as the contract asks."""
 
 from __future__ import annotations
 
-import pytest
-
-from benchmarks import growth, small, start
-from benchmarks.path import LISTS, OURS
+from benchmarks import growth, start
 from benchmarks.report import as_json, as_table
 
 
@@ -25,17 +22,3 @@ def test_start_measures_each_kind_of_start() -> None:
     assert rows["import penstock, beyond numpy"].target == 80.0
     assert rows["ps.open of tcp://"].ours and rows["ps.connect of a rank"].ours and rows["penstock --help"].ours
     assert 10 < (rows["modules of ours in a producer that put a group"].ours or 0) < 400
-
-
-def test_small_groups_cost_processor_time_in_all_processes() -> None:
-    """The programs are those of the path, and run in its test."""
-    ours = OURS["direct"]
-    took = {"seconds": 0.5, "cpu_s": 0.128, "plane_cpu_s": 0.032, "rank_cpu_s": 0.016}
-    cost, queue, lists = small._rows(
-        ours, {ours.name: [took], LISTS.name: [took]}, {"rivals": "no --rivals interpreter"}
-    )
-    assert cost.ours == pytest.approx(2.0) and (cost.target, cost.ok) == (2.0, True)
-    assert cost.note.startswith("plane 0.50 ms, ranks 0.25 ms")
-    assert (queue.skipped, lists.ratio) == ("no --rivals interpreter", 1.0)
-    (failed,) = small._rows(ours, {}, {ours.name: "it failed"})
-    assert failed.skipped == "it failed"

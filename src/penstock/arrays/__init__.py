@@ -78,7 +78,7 @@ from penstock.arrays.rollout import (
 from penstock.arrays.run_lengths import MaskRuns, bit_view, decode_runs, encode_runs, has_few_runs, run_starts
 from penstock.arrays.sample import Sample
 from penstock.arrays.sample_metadata import MODALITIES, MODE_WEIGHTS, TEXT, SampleMetadata, Shape
-from penstock.arrays.samples import Samples
+from penstock.arrays.samples import Samples, trained_tokens
 from penstock.arrays.shared_prefixes import SharedPrefixes, common_prefix, earliest_parents
 
 __all__ = [
@@ -169,6 +169,7 @@ __all__ = [
     "steps_of",
     "table_with",
     "teacher_topk",
+    "trained_tokens",
     "types_of",
     "unpack_uints",
     "width_of",

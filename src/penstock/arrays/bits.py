@@ -39,16 +39,20 @@ def width_of(largest: int) -> int:
     >>> [width_of(n) for n in (0, 1, 3, 255, 256, 151_935, 2**32 - 1)]
     [1, 1, 2, 8, 9, 18, 32]
     """
-    need = max(int(largest).bit_length(), 1)
-    return next(width for width in WIDTHS if width >= need)
+    return _WIDTH_OF[int(largest).bit_length()]
+
+
+_WIDTH_OF = [next(width for width in WIDTHS if width >= need) for need in range(33)]
+"""By the bits that a number needs."""
 
 
 def planes_of(width: int) -> tuple[int, int]:
     """Return (bits in the low plane, bits in the high plane). Width 32 is one low plane."""
-    if width in (8, 16, 32):
-        return width, 0
-    low = 0 if width < 8 else 8 if width < 16 else 16
-    return low, width - low
+    return _PLANES_OF[width]
+
+
+_PLANES_OF = {w: (w, 0) if w in (8, 16, 32) else (w // 8 * 8, w % 8) for w in WIDTHS}
+_PLANES_OF[24] = (16, 8)
 
 
 def plane_bytes(width: int, count: int) -> tuple[int, int]:

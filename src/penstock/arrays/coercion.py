@@ -42,6 +42,8 @@ def run_name_problem(name: str) -> str:
 
 def check_text(text: Mapping[str, object], where: str) -> None:
     """Raise unless every text field is a short string without control characters, and the mode is known."""
+    if _is_plain(text):
+        return
     for name, value in text.items():
         if name == "rollout" and isinstance(value, str):
             problem = text_problem(value)
@@ -56,6 +58,17 @@ def check_text(text: Mapping[str, object], where: str) -> None:
         raise InvalidInput(f"{where}.mode: {text['mode']!r}; must be one of {', '.join(MODES)}")
 
 
+def _is_plain(text: Mapping[str, object]) -> bool:
+    """Return whether all fields are valid for sure: the usual case, in one check of the joined text."""
+    if not text.get("id") or text.get("rollout") or text["mode"] not in MODES:
+        return False
+    try:
+        joined = "".join(text.values())  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return len(joined) <= MAX_TEXT and joined.isascii() and joined.isprintable()
+
+
 def _check_unicode(value: str, where: str) -> None:
     bad = next((c for c in value if ord(c) < 32 or 0x7F <= ord(c) < 0xA0 or 0xD800 <= ord(c) < 0xE000), None)
     if bad is not None:
@@ -66,8 +79,8 @@ def coerce_columns(
     given: Mapping[str, Values | None], where: str, table: Mapping[str, Column] = TOKEN_COLUMNS
 ) -> dict[str, Cells]:
     """Return columns as validated read-only arrays, in table order."""
-    unknown = given.keys() - table.keys()
-    if unknown:
+    if not given.keys() <= table.keys():
+        unknown = given.keys() - table.keys()
         raise InvalidInput(
             f"{where}: unknown column {sorted(unknown)[0]!r}; known are {', '.join(TOKEN_COLUMNS)}; your own go into "
             "columns={...}"
@@ -106,7 +119,7 @@ def _check_column(column: Column, values: Cells, count: int, mask: NDArray[np.bo
     if column.ragged:
         _check_lists(column, values, where)
         return
-    bad = first_bad(column, np.atleast_1d(values))
+    bad = first_bad(column, values if values.ndim else values.reshape(1))
     where_trained = bad is not None and column.nan == "untrained" and not mask.all()
     if where_trained:
         bad = first_bad(column, values[mask])

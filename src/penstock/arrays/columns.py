@@ -293,7 +293,8 @@ def first_bad(column: Column, values: Array) -> tuple[int, str] | None:
     if len(values) == 0 or allows_all(column, values.dtype):
         return None
     # Two reductions decide the common case at memory speed: NaN makes both NaN, and NaN fails any comparison.
-    low, high = values.min(), values.max()
+    # The ufuncs themselves: `values.min()` takes twice as long for a short array.
+    low, high = np.minimum.reduce(values, axis=None), np.maximum.reduce(values, axis=None)
     if low > column.above and high <= column.at_most and high != math.inf:
         return None
     good = (values > column.above) & (values <= column.at_most) & (values != math.inf)

@@ -6,7 +6,9 @@ which coding. A sample's digest covers its names and images first, then each col
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import pairwise
 
 import msgspec
@@ -28,12 +30,8 @@ def sample_digests(samples: Samples) -> list[bytes]:
     >>> one == two, len(one)
     (False, 16)
     """
-    rows = [[digest] for digest in _names(samples)]
-    for name, column in samples.columns.items():
-        for row, digest in zip(rows, _column(name, column), strict=True):
-            if digest:
-                row.append(digest)
-    return [xxhash.xxh3_128_digest(b"".join(row)) for row in rows]
+    parts = [_names(samples), *(_column(name, column) for name, column in samples.columns.items())]
+    return [xxhash.xxh3_128_digest(b"".join(row)) for row in zip(*parts, strict=True)]
 
 
 def step_digest(plan: bytes | memoryview, digests: Iterable[bytes]) -> str:
@@ -63,7 +61,7 @@ def _column(name: str, column: Ragged) -> list[bytes]:
     if isinstance(column.values, Ragged):
         return _lists(name, column)
     values = np.ascontiguousarray(column.values)
-    width = values.itemsize * int(np.prod(values.shape[1:], dtype=np.int64))
+    width = values.itemsize * math.prod(values.shape[1:])
     octets = values.reshape(-1).view(np.uint8).data
     # The seed separates columns: equal bytes under another name, dtype or shape must give another digest.
     seed = _seed(name, column)
@@ -72,7 +70,12 @@ def _column(name: str, column: Ragged) -> list[bytes]:
 
 
 def _seed(name: str, column: Ragged) -> int:
-    return xxhash.xxh3_64_intdigest(f"{name}:{column.dtype.str}:{column.trailing}".encode())
+    return _seed_of(name, column.dtype.str, column.trailing)
+
+
+@lru_cache(maxsize=256)
+def _seed_of(name: str, dtype: str, trailing: tuple[int, ...]) -> int:
+    return xxhash.xxh3_64_intdigest(f"{name}:{dtype}:{trailing}".encode())
 
 
 def _pieced(name: str, column: Pieced) -> list[bytes]:

@@ -33,8 +33,17 @@ def offsets_of(lengths: NDArray[Any] | Sequence[int]) -> Offsets:
     [0, 3, 4, 6]
     """
     offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
+    np.add.accumulate(lengths, out=offsets[1:])
     return offsets
+
+
+def lengths_of(offsets: Offsets) -> Offsets:
+    """Invert `offsets_of`.
+
+    >>> lengths_of(np.array([0, 3, 4, 6])).tolist()
+    [3, 1, 2]
+    """
+    return offsets[1:] - offsets[:-1]  # `np.diff` takes four times as long for sixteen samples
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +95,7 @@ class Ragged:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        return np.diff(self.offsets)
+        return lengths_of(self.offsets)
 
     @property
     def dtype(self) -> np.dtype[Any]:

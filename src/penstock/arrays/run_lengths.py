@@ -26,7 +26,7 @@ def run_starts(values: Array) -> NDArray[np.int64]:
     if len(values) == 0:
         return np.zeros(0, np.int64)
     bits = bit_view(values)
-    changes = np.flatnonzero(bits[1:] != bits[:-1])
+    changes = (bits[1:] != bits[:-1]).nonzero()[0]
     starts = np.empty(len(changes) + 1, np.int64)
     starts[0] = 0
     np.add(changes, 1, out=starts[1:])
@@ -41,7 +41,10 @@ def encode_runs(values: Array, starts: NDArray[np.int64] | None = None) -> tuple
     """
     if starts is None:
         starts = run_starts(values)
-    lengths = np.diff(starts, append=len(values)).astype(np.uint32)
+    lengths = np.empty(len(starts), np.uint32)
+    if len(starts):
+        lengths[:-1] = starts[1:] - starts[:-1]
+        lengths[-1] = len(values) - starts[-1]
     return values[starts], lengths
 
 
@@ -50,11 +53,18 @@ def decode_runs(run_values: Array, run_lengths: NDArray[np.uint32]) -> Array:
     return np.repeat(run_values, run_lengths)
 
 
-def has_few_runs(values: Array, *, probe: int = 4096) -> bool:
-    """Guess from the start of the array whether run-length coding can pay, without a full pass."""
+def has_few_runs(values: Array, *, starts: NDArray[np.int64] | None = None, probe: int = 4096) -> bool:
+    """Guess from the start of the array whether run-length coding can pay, without a full pass. Pass `starts` if they
+    are already known.
+    """
     head = values[:probe]
+    if starts is None:
+        bits = bit_view(head)
+        runs = 1 + int(np.count_nonzero(bits[1:] != bits[:-1]))
+    else:
+        runs = int(starts.searchsorted(len(head)))
     # Runs pay from about four values per run. The 64 lets short heads through, where a full pass is cheap anyway.
-    return len(head) == 0 or len(run_starts(head)) * 4 <= len(head) + 64
+    return len(head) == 0 or runs * 4 <= len(head) + 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +89,9 @@ class MaskRuns:
 
     @staticmethod
     def of(mask: NDArray[np.bool_]) -> MaskRuns:
-        edges = np.append(run_starts(mask), len(mask))
+        starts = run_starts(mask)
+        edges = np.empty(len(starts) + 1, np.int64)
+        edges[:-1], edges[-1] = starts, len(mask)
         first_on = bool(len(mask)) and bool(mask[0])
         # Runs alternate, so half of them (rounded up if the first is True) are True: edges [0 3 5 9] with mask[0] True
         # have 3 runs, 2 of them True.
@@ -95,19 +107,6 @@ class MaskRuns:
 
     def count(self) -> int:
         return int(np.count_nonzero(self.mask))
-
-    def count_before(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Count the True values before each position, from the edges alone."""
-        first_on = bool(len(self.mask)) and bool(self.mask[0])
-        starts, ends = self.edges[:-1][not first_on :: 2], self.edges[1:][not first_on :: 2]
-        if not len(starts):
-            return np.zeros(len(positions), np.int64)
-        # For True runs 2..5 and 8..9, before is [0 3 4]. Position 4 lies in run 0: before[0] + (4 - 2) = 2. Position 6
-        # lies behind run 0, and minimum() stops at its end: 3.
-        before = np.concatenate([[0], np.cumsum(ends - starts)])
-        run = np.searchsorted(starts, positions, side="right") - 1
-        inside = np.minimum(positions, ends[run]) - starts[run]
-        return np.where(run < 0, 0, before[run] + inside)
 
     def is_zero_off(self, values: Array) -> bool:
         """Return whether all bits are zero wherever the mask is False."""

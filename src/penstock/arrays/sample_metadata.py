@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from penstock.arrays.columns import ALL_OR_NONE, WEIGHTS
 from penstock.arrays.images import ImageSpan
 from penstock.arrays.own_columns import Own
-from penstock.arrays.samples import Samples
+from penstock.arrays.samples import Samples, trained_tokens
 from penstock.arrays.shared_prefixes import SharedPrefixes
 
 MODALITIES = ("text", "image")
@@ -25,6 +25,8 @@ TEXT, IMAGE = range(2)
 
 MODE_WEIGHTS = {"rl": (1.0, 0.0, 0.0), "opd": (0.0, 0.0, 1.0), "sft": (0.0, 1.0, 0.0)}
 """Default weights by mode, used where a sample has none. They let modes share a micro-batch."""
+_WEIGHS = {mode: tuple(int(weight != 0) for weight in weights) for mode, weights in MODE_WEIGHTS.items()}
+"""Which of these are not zero."""
 
 Shape: TypeAlias = tuple[str, tuple[int, ...]]
 """dtype, and the dimensions after the token axis."""
@@ -72,13 +74,16 @@ class SampleMetadata:
     def of(samples: Samples, seq_len: int, *, drop: bool = False) -> SampleMetadata:
         """Compute the metadata of samples truncated at `seq_len`. With `drop`, longer samples keep nothing."""
         lengths = samples.lengths
-        kept = np.where(lengths > seq_len, 0, lengths) if drop else kept_lengths(samples, seq_len)
-        trained = _trained(samples, kept)
+        if not len(lengths) or int(lengths.max()) <= seq_len:  # nothing is cut, the usual case
+            kept, trained = lengths, samples.loss_tokens
+        else:
+            kept = np.where(lengths > seq_len, 0, lengths) if drop else kept_lengths(samples, seq_len)
+            trained = trained_tokens(samples.columns["loss_mask"].values, samples.offsets, kept)
         patches, modality, stub, stub_patches = _look(samples, kept)
         return SampleMetadata(
             lengths=lengths,
             kept=kept,
-            loss_tokens=samples.loss_tokens if (kept < lengths).any() else trained,
+            loss_tokens=samples.loss_tokens,
             kept_loss_tokens=trained,
             term_tokens=_term_tokens(samples, kept, trained),
             patches=patches,
@@ -100,7 +105,9 @@ class SampleMetadata:
         If any sample of the step has the column, in any mode, these would be filled with 0.0.
         """
         modes = ALL_OR_NONE[name]
-        asked = np.fromiter((mode in modes for mode in self.mode), np.bool_, len(self)) & (self.kept_loss_tokens > 0)
+        asked = self.kept_loss_tokens > 0
+        if not set(self.mode) <= set(modes):
+            asked &= np.fromiter((mode in modes for mode in self.mode), np.bool_, len(self))
         return asked & ~self.has[name] if name in self.has else asked
 
 
@@ -134,17 +141,9 @@ def cut(length: int, seq_len: int, spans: Sequence[ImageSpan]) -> int:
     return seq_len
 
 
-def _trained(samples: Samples, kept: NDArray[np.int64]) -> NDArray[np.int64]:
-    # numpy vectorizes count_nonzero of a bool slice. A reduceat over all samples is ten times slower.
-    mask = samples.columns["loss_mask"].values
-    starts = samples.offsets[:-1].tolist()
-    return np.array([np.count_nonzero(mask[a : a + n]) for a, n in zip(starts, kept.tolist(), strict=True)], np.int64)
-
-
 def _term_tokens(samples: Samples, kept: NDArray[np.int64], trained: NDArray[np.int64]) -> NDArray[np.int64]:
-    weighs = {mode: np.array(weights) != 0 for mode, weights in MODE_WEIGHTS.items()}
     modes = samples.text["mode"]
-    out = np.array([weighs[mode] for mode in modes], np.int64).reshape(-1, len(WEIGHTS)) * trained[:, None]
+    out = np.array([_WEIGHS[mode] for mode in modes], np.int64).reshape(-1, len(WEIGHTS)) * trained[:, None]
     mask = samples.columns["loss_mask"]
     for term, name in enumerate(WEIGHTS):
         column = samples.columns.get(name)
@@ -159,7 +158,7 @@ def _look(
     samples: Samples, kept: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
     """Return patches, modality, stub length and stub patches of each sample, as kept."""
-    patches, stub, stub_patches = (np.zeros(len(kept), np.int64) for _ in range(3))
+    patches, stub, stub_patches = np.zeros((3, len(kept)), np.int64)
     modality = np.zeros(len(kept), np.uint8)
     for i, recorded in enumerate(samples.images or ()):
         spans = [span for span in recorded if span.end <= kept[i]]

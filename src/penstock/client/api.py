@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from penstock.client.handles import Handle
-from penstock.client.plane import Plane
 from penstock.config import REMOVED_SCHEMES, LateSignature
 from penstock.errors import ConfigError, PlaneLost
 from penstock.log import check_address, is_postgres, redacted, split_run, with_run
@@ -27,6 +26,7 @@ from penstock.protocol import Timeouts
 from penstock.transport import ClientKeys, SocketClient
 
 if TYPE_CHECKING:
+    from penstock.client.plane import Plane
     from penstock.client.plane_keywords import PlaneKeywords
     from penstock.client.source import Source
     from penstock.transport import Address, ClientTransport
@@ -113,6 +113,8 @@ def _connection_to(address: str, given: dict[str, Any]) -> Plane:
     keys = given.get("keys")
     timeouts, run = given.get("timeouts"), given.get("run", "")
     handle = Handle.of(address, run, keys, timeouts)
+    from penstock.client.plane import Plane  # a rank does not need it
+
     return Plane(
         lambda: client_transport(address, keys),
         url=address,

@@ -7,17 +7,19 @@ many tasks there are, so that the event loop stays responsive.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
 from penstock.errors import Overloaded
+
+if TYPE_CHECKING:
+    import asyncio
 
 T = TypeVar("T")
 UNDER_WAY = 64
@@ -40,6 +42,8 @@ class AsyncPuts:
         Raises `Overloaded` if no place is free in time. Evaluation has its own places: it never waits for room, so it
         must not queue behind puts that do.
         """
+        import asyncio  # here, because it takes 20 ms and few producers use it
+
         began = time.monotonic()
         with self._lock:
             free = self._places.setdefault(
@@ -58,6 +62,8 @@ class AsyncPuts:
 
     async def compute(self, act: Callable[[], T]) -> T:
         """Run a function on one of the encoding threads and return its result."""
+        import asyncio
+
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="penstock-encode")

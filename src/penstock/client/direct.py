@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.client.encoded_group import EncodedGroup
-from penstock.client.producer_connection import Written
 from penstock.errors import PenstockError
 from penstock.protocol import Answer, Attached, Rejected
 
 if TYPE_CHECKING:  # a producer that sends its frames to the plane must not load the storage package
+    from penstock.client.encoded_group import EncodedGroup
+    from penstock.client.producer_connection import Written
     from penstock.storage import KeptStorage, Pieces, Sign, Writable
 
 logger = logging.getLogger("penstock.storage")
@@ -39,11 +39,9 @@ def reachable(attached: Attached) -> KeptStorage | None:
 
     A path may exist here and be another folder than the plane's. So the marker in it must name this run and this epoch.
     """
-    if not attached.storage or not _sees(attached, lambda: _opened(attached.storage)):
+    if not attached.storage or not _sees(attached, lambda: _opened(attached.storage, patience_s=_MARKER_S)):
         return None
-    from penstock.storage import open_storage
-
-    return open_storage(attached.storage, create=False)
+    return _opened(attached.storage)
 
 
 def writable(attached: Attached, sign: Sign) -> Writable | None:
@@ -70,12 +68,14 @@ def _sees(attached: Attached, opened: Callable[[], Writable | None]) -> bool:
     return marker is not None and (marker.run_id, marker.epoch) == (attached.run_id.hex(), attached.epoch)
 
 
-def _opened(address: str) -> KeptStorage | None:
-    """Open storage to read its marker. Returns None for a folder that does not exist here."""
-    from penstock.storage import FolderStorage, ObjectStorage, is_object_url
+def _opened(address: str, **patience: float) -> KeptStorage | None:
+    """Open storage. Returns None for a folder that does not exist here."""
+    from penstock.storage import FolderStorage, is_object_url
 
     if is_object_url(address):
-        return ObjectStorage(address, patience_s=_MARKER_S)
+        from penstock.storage import ObjectStorage  # imports asyncio
+
+        return ObjectStorage(address, **patience)
     return FolderStorage(address, create=False) if Path(address).is_dir() else None
 
 

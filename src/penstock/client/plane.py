@@ -10,7 +10,6 @@ thread, and `open` waits for it (`await_closing`).
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 import time
@@ -255,6 +254,8 @@ class Plane:
                 continue
             through_plane = False
             if wait := self._direct.wait_for(answer, deadline):
+                import asyncio  # 20 ms, and few producers use it
+
                 await asyncio.sleep(wait)
             elif put is None or not put.should_repeat(answer):
                 return self._taken(group, answer)

@@ -6,7 +6,6 @@ interrupted or its task cancelled, is forgotten here and withdrawn at the plane 
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 import time
@@ -100,6 +99,8 @@ class ProducerConnection:
 
     async def aask(self, question: Question, timeout: float = math.inf, write: AsyncWrite | None = None) -> Answer:
         """`ask`, without blocking the thread."""
+        import asyncio  # 20 ms, and few producers use it
+
         ticket, future = self._open(question)
         deadline, answer = time.monotonic() + timeout, asyncio.wrap_future(future)
         try:

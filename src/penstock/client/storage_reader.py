@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.arrays import Samples
 from penstock.client.direct import reachable
 from penstock.errors import CorruptFrame, PenstockError
 from penstock.frames import ANY_SIZE, Pieces, Range, RangedFrame, StepMemory, assemble
 from penstock.protocol import Attached, PickedGroup, StepPicks
-from penstock.storage import Away, KeptStorage, Location, Wanted, parse_location
+from penstock.storage import Away, Location, Wanted, parse_location
+
+if TYPE_CHECKING:
+    from penstock.storage import KeptStorage
 
 
 class Unreadable(CorruptFrame):

@@ -33,9 +33,9 @@ BENCHES = {
     "deliver": ("a step to the ranks of one host, against raw ZeroMQ", ("pyzmq",)),
     "export": ("token export against a plain json loop, and against a training step", ("orjson", "pyarrow", "torch")),
     "path": ("producers to tensors on the ranks, against TransferQueue and Ray", ("pyzmq", "torch")),
+    "small": ("what a group of 16 x 512 tokens costs, by process and by part", ("pyzmq",)),
     "log": ("commits and restarts of the decision log in SQLite and in PostgreSQL", ("psycopg",)),
     "storage": ("ranks and puts on an object store with 50 ms latency", ("obstore", "moto")),
-    "small": ("what a group of 16 x 512 tokens costs in all processes", ("pyzmq", "torch")),
     "start": ("import, open, connect and --help, each in a process of its own", ("pyzmq",)),
     "growth": ("held groups, ranks, lengths, steps, producers and exported steps, small and large", ("pyzmq",)),
     "ingest": ("durable puts against raw SQLite and a raw disk sync", ("pyzmq",)),
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--check", action="store_true", help="exit 1 when a row with a target misses it")
     parser.add_argument("--full", action="store_true", help="all sizes; takes many minutes")
-    parser.add_argument("--rivals", metavar="PYTHON", help="for path, small, claims: one with the rivals")
+    parser.add_argument("--rivals", metavar="PYTHON", help="for path, claims: one with the rivals")
     parser.add_argument("--baseline", metavar="PYTHON", help="for path, claims: one with the previous version")
 
 
@@ -84,7 +84,7 @@ def _interpreters(args: argparse.Namespace) -> dict[str, str]:
     """Return --rivals and --baseline, for the benchmarks that accept them."""
     given = {name: getattr(args, name) for name in ("rivals", "baseline") if getattr(args, name) is not None}
     for name in given:
-        if args.name not in ("path", "claims") and (args.name, name) != ("small", "rivals"):
+        if args.name not in ("path", "claims"):
             raise ConfigError(f"bench {args.name}: takes no --{name}; leave it out")
     return given
 

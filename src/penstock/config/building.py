@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -32,6 +31,8 @@ def unknown(name: str, known: Iterable[str], what: str = "key") -> str:
     """Return the error text for an unknown name, with the closest known one."""
     if name in REMOVED and what in ("key", "setting"):
         return f"removed; {REMOVED[name]}"
+    import difflib  # only for mistakes
+
     names = list(known)
     close = difflib.get_close_matches(name, names, 1)
     return f"unknown {what}; " + (f"did you mean {close[0]!r}?" if close else f"known are {', '.join(names)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,8 @@ class Given:
 
         `paths_of` is a record: those of its settings that are relative paths start at the file's folder.
         """
+        import tomllib  # most processes read no file
+
         file = Path(path)
         try:
             tables = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -87,6 +88,8 @@ class Given:
 
 def toml_value(text: str) -> Any:
     """Parse a value as TOML; anything else is text without quotes."""
+    import tomllib
+
     try:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:

@@ -30,6 +30,7 @@ from penstock.arrays import (
     joined_own,
     offsets_of,
     table_with,
+    trained_tokens,
 )
 from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames.gathering import check_kinds
@@ -72,14 +73,19 @@ class StepMemory:
 class _Pick:
     frame: RangedFrame
     rows: list[int]
+    index: NDArray[np.intp]
+    """The rows as an array."""
+    tokens: NDArray[np.int64]
+    """[rows] tokens of each sample."""
     fetch: Fetch
     begin: int
     """Its first token in the output."""
     end: int
 
-    @property
-    def index(self) -> NDArray[np.intp]:
-        return np.array(self.rows, np.intp)
+    def has_all(self, name: str) -> bool:
+        """Return whether every sample of the frame has the column per token."""
+        column = self.frame.columns.get(name)
+        return column is not None and column.spec.rows is None
 
     def lengths(self, name: str) -> NDArray[np.int64]:
         """Return [rows], the values that each sample has of a column: one per token, or one number."""
@@ -121,8 +127,10 @@ class _Assembly:
         for frame, asked, fetch in picks:
             rows = frame.rows(asked)
             if rows:
-                end = at + int(frame.head.lengths[rows].sum())
-                self._picks.append(_Pick(frame, rows, fetch, at, end))
+                index = np.array(rows, np.intp)
+                tokens = frame.head.lengths[index]
+                end = at + int(np.add.reduce(tokens))
+                self._picks.append(_Pick(frame, rows, index, tokens, fetch, at, end))
                 at = end
         if not self._picks:
             raise InvalidInput("assemble: no sample was picked; pick at least one")
@@ -133,15 +141,16 @@ class _Assembly:
         self._offsets = offsets_of(self._lengths)
         self._columns: dict[str, Ragged] = {}
         self._masks: dict[int, MaskRuns] = {}
+        self._trained_tokens: NDArray[np.int64] | None = None
 
     def samples(self) -> Samples:
         own = joined_own((pick.frame.head.own for pick in self._picks), "assemble")
         # Table order: the loss mask must be there before the columns that are sparse by it.
-        for name in table_with(own):
+        present = {name for pick in self._picks for name in (*pick.frame.columns, *pick.frame.head.columns)}
+        for name in [name for name in table_with(own) if name in present]:
             kinds = {kind for pick in self._picks if (kind := pick.kind(name)) is not None}
-            if kinds:
-                check_kinds(name, kinds)
-                self._columns[name] = self._column(name, *next(iter(kinds)))
+            check_kinds(name, kinds)
+            self._columns[name] = self._column(name, *next(iter(kinds)))
         images = tuple(
             () if pick.frame.head.images is None else pick.frame.head.images[i]
             for pick in self._picks
@@ -157,21 +166,27 @@ class _Assembly:
             images=images if any(images) else None,
             own=own,
         )
+        if self._trained_tokens is not None:
+            made.loss_tokens = self._trained_tokens
         check_values(made, self._loss_tokens)
         return made
 
     def _column(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Ragged:
-        lengths = [pick.lengths(name) for pick in self._picks]
         # Where each pick's values begin in the output column: picks with 5, 0 and 3 values have edges [0, 5, 5, 8].
-        edges = offsets_of([int(own.sum()) for own in lengths]).tolist()
+        if all(pick.has_all(name) for pick in self._picks):
+            offsets, edges = self._offsets, [*(pick.begin for pick in self._picks), self._picks[-1].end]
+        else:
+            lengths = [pick.lengths(name) for pick in self._picks]
+            offsets = self._shared(np.concatenate(lengths))
+            edges = offsets_of([int(own.sum()) for own in lengths]).tolist()
         if any(name in pick.frame.columns and pick.frame.columns[name].counts is not None for pick in self._picks):
-            return Ragged(self._lists(name, dtype), self._shared(np.concatenate(lengths)))
+            return Ragged(self._lists(name, dtype), offsets)
         if shape and edges[-1] * math.prod(shape) * dtype.itemsize >= LARGE_BYTES and self._is_raw(name):
             return self._pieced(name)
         out = self._empty(name, edges[-1], dtype, shape)
         for k, pick in enumerate(self._picks):
             self._fill(out[edges[k] : edges[k + 1]], name, k, pick)
-        return Ragged(out, self._shared(np.concatenate(lengths)))
+        return Ragged(out, offsets)
 
     def _is_raw(self, name: str) -> bool:
         """Return whether every sample has the column per token, as plain bytes."""
@@ -201,16 +216,17 @@ class _Assembly:
         return Ragged(out, offsets_of(np.concatenate([lists.lengths for lists in found])))
 
     def _mask(self, k: int, pick: _Pick) -> MaskRuns:
-        """Return the loss mask of one pick, after checking that each sample has as many trained tokens as its head
-        says.
+        """Return the loss mask of one pick, after checking that all samples have as many trained tokens as their heads
+        say.
         """
-        if k not in self._masks:
+        mask = self._columns["loss_mask"].values
+        if self._trained_tokens is None:
             # Check here, before the mask decides where sparse values go. `check_values` would be too late.
-            mask = MaskRuns.of(self._columns["loss_mask"].values[pick.begin : pick.end])
-            edges = offsets_of(pick.frame.head.lengths[pick.index])
-            if not np.array_equal(np.diff(mask.count_before(edges)), pick.frame.head.loss_tokens[pick.index]):
+            self._trained_tokens = trained_tokens(mask, self._offsets, self._lengths)
+            if np.count_nonzero(self._trained_tokens != self._loss_tokens):
                 raise CorruptFrame("frame: the loss tokens in the header are not those of the mask")
-            self._masks[k] = mask
+        if k not in self._masks:
+            self._masks[k] = MaskRuns.of(mask[pick.begin : pick.end])
         return self._masks[k]
 
     def _shared(self, lengths: NDArray[np.int64]) -> Offsets:

@@ -17,6 +17,7 @@ module. Readers check sizes against counts before they allocate.
 from __future__ import annotations
 
 import math
+import struct
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -57,6 +58,9 @@ RAW, CONSTANT, RUNS, NARROW, SPARSE, PLANES, PACKED, DELTAS, FLAT = range(9)
 FEW = 64
 """Arrays of up to this many numbers are coded without numpy."""
 NAMES = ("raw", "constant", "runs", "narrow", "sparse", "planes", "packed", "deltas", "flat")
+_LETTERS = {8: "B", 16: "H", 32: "I"}
+"""Bits of a low plane -> letter of `struct`."""
+_U4 = np.dtype("<u4")
 _OCTETS = (RAW, CONSTANT, PLANES)
 """Codings whose bytes become values directly. Bools in them are read as bytes first."""
 
@@ -71,11 +75,13 @@ class Writer:
 
     def add(self, *buffers: Array | bytes) -> tuple[int, ...]:
         """Append buffers and return their sizes. Only compressed buffers need to record them."""
-        views = [b if isinstance(b, bytes) else _octets(b) for b in buffers]
-        for view in views:
+        sizes = []
+        for buffer in buffers:
+            view = buffer if isinstance(buffer, bytes) else _octets(buffer)
             self.pieces.append(view)
+            sizes.append(len(view))
             self._pad(len(view))
-        return tuple(len(view) for view in views)
+        return tuple(sizes)
 
     def _pad(self, size: int) -> None:
         if self.align and size % ALIGN:
@@ -91,7 +97,7 @@ class Writer:
         if len(values) == 0:
             return self.plain(RAW, 0, values)
         if len(values) <= FEW and values.dtype.kind in "ui" and values.itemsize > 1:
-            found = self._few(values)
+            found = self._few(values.tolist(), values.dtype)
             if found is not None:
                 return found
         if values.dtype.kind == "f" and trained is not None and trained.has_off and trained.is_zero_off(values):
@@ -106,45 +112,63 @@ class Writer:
             return self._raw(values)
         return self._integers(values)
 
-    def _few(self, values: Array) -> Block | None:
+    def integers(self, values: list[int]) -> Block:
+        """Write numbers below 2**32 like `write` of a uint32 array."""
+        found = self._few(values, _U4) if 0 < len(values) <= FEW else None
+        return self.write(np.array(values, _U4)) if found is None else found
+
+    def _few(self, values: list[int], dtype: np.dtype[Any]) -> Block | None:
         """Do what `write` does for the few integers of a head, one per sample: the same bytes without a dozen numpy
-        calls. Returns None where run-length coding or numbers beyond 32 bits have to be considered.
+        calls. Returns None for numbers that do not fit 32 bits.
         """
-        flat: list[int] = values.tolist()
-        count, largest = len(flat), max(flat)
-        if count > 1 and flat.count(flat[0]) == count:
-            return self.plain(CONSTANT, 0, values[:1])
-        runs = 1 + sum(a != b for a, b in pairwise(flat))
-        bits = min(values.itemsize, 2) * 8
-        if largest >= 2**32 or min(flat) < 0 or runs * (16 + 8 * values.itemsize) < count * bits:
-            return None
-        width = width_of(largest)
+        count, size, signed = len(values), dtype.itemsize, dtype.kind == "i"
+        if count > 1 and values.count(values[0]) == count:
+            return self.plain(CONSTANT, 0, values[0].to_bytes(size, "little", signed=signed))
+        starts = [0, *(i for i, (a, b) in enumerate(pairwise(values), 1) if a != b)]
+        # The rule of `_runs_if_cheaper`. Of up to 64 numbers, those that pass it also pass `has_few_runs`.
+        if len(starts) * (16 + 8 * size) < count * min(size, 2) * 8:
+            self.add(b"".join([values[i].to_bytes(size, "little", signed=signed) for i in starts]))
+            lengths = [b - a for a, b in pairwise([*starts, count])]
+            return Block(RUNS, len(starts), (), (self._narrow_few(lengths),))
+        return None if max(values) >= 2**32 or min(values) < 0 else self._narrow_few(values)
+
+    def _narrow_few(self, values: list[int]) -> Block:
+        """Do what `_narrow` does for a few numbers."""
+        width = width_of(max(values))
         low, high = planes_of(width)
         # The high plane as one big integer, first value in the lowest bits: values 1, 3, 2 of 2 bits are 0b_10_11_01.
         packed = 0
-        for i, value in enumerate(flat if high else ()):
-            packed |= (value >> low) << (i * high)
-        low_plane = values.astype(f"<u{low // 8}").tobytes() if low else b""
-        return self.plain(NARROW, width, low_plane, packed.to_bytes(-(-count * high // 8), "little"))
+        if high:
+            for value in reversed(values):
+                packed = packed << high | value >> low
+        kept, low_plane = (1 << low) - 1, b""
+        if low:
+            low_plane = struct.pack(f"<{len(values)}{_LETTERS[low]}", *[value & kept for value in values])
+        return self.plain(NARROW, width, low_plane, packed.to_bytes(-(-len(values) * high // 8), "little"))
 
     def write_number(self, value: int) -> Block:
         """Write one number below 2**32 like `write`, without arrays."""
-        width = width_of(value)
-        low, high = planes_of(width)
-        self.add((value % (1 << low)).to_bytes(low // 8, "little"), (value >> low).to_bytes(-(-high // 8), "little"))
-        return Block(NARROW, width)
+        return self._narrow_few([value])
+
+    def write_mask(self, trained: MaskRuns) -> Block:
+        """Write a mask whose runs are known. The bytes equal those of `write(trained.mask)`."""
+        starts, mask = trained.edges[:-1], trained.mask
+        if len(mask) < 2 or not has_few_runs(mask, starts=starts):
+            return self.write(mask)
+        return self._runs_if_cheaper(mask, starts) or self._narrow(mask.astype(np.uint32))
 
     def _write_trained(self, values: Array, trained: MaskRuns) -> Block:
         first = values[trained.on[0][0] : trained.on[0][1]] if trained.on else values[:0]
         if self.small or trained.is_choppy or has_few_runs(first):
             return self.write(trained.take(values))
         # The path of log-probabilities: the runs go into the frame as views, without a copy in between.
-        self.pieces.extend(_octets(values[a:b]) for a, b in trained.on)
-        self._pad(trained.count() * values.dtype.itemsize)
+        octets, size = _octets(values), values.dtype.itemsize
+        self.pieces.extend([octets[a * size : b * size] for a, b in trained.on])
+        self._pad(trained.count() * size)
         return Block(RAW)
 
-    def _runs_if_cheaper(self, values: Array) -> Block | None:
-        starts = run_starts(values)
+    def _runs_if_cheaper(self, values: Array, starts: NDArray[np.int64] | None = None) -> Block | None:
+        starts = run_starts(values) if starts is None else starts
         if len(starts) == 1:
             return self.plain(CONSTANT, 0, values[:1])
         alternating = values.dtype == np.bool_
@@ -165,6 +189,8 @@ class Writer:
         return self._narrow(values.astype(np.uint32, copy=False), largest)
 
     def _narrow(self, values: NDArray[np.uint32], largest: int | None = None) -> Block:
+        if 0 < len(values) <= FEW:
+            return self._narrow_few(values.tolist())
         width = width_of(int(values.max()) if largest is None else largest)
         planes = pack_uints(values, width)
         if self.small and len(values) > 64:
@@ -245,7 +271,7 @@ class Reader:
         if size < 0 or end > len(self.section):
             raise CorruptFrame(f"{what}: {size} bytes at {self.at} of a section of {len(self.section)}")
         view = self.section[self.at : end]
-        self.used[what] += size
+        self.used[what] = self.used.get(what, 0) + size
         self.at = -(-end // ALIGN) * ALIGN if self.align else end
         return view
 
@@ -256,6 +282,10 @@ class Reader:
 
     def read(self, block: Block, dtype: np.dtype[Any], count: int, what: str, trained: MaskRuns | None = None) -> Array:
         """Read the one-dimensional array of `count` values that was written as `block`."""
+        if count <= FEW and dtype.kind in "ui":
+            few = self._few(block, dtype, count, what)
+            if few is not None:
+                return np.array(few, dtype)
         if dtype == np.bool_ and block.coding in _OCTETS:
             octets = self.read(block, np.dtype("|u1"), count, what)
             return octets.astype(np.bool_)  # a bool made of any other byte than 0 and 1 is undefined
@@ -274,13 +304,56 @@ class Reader:
             return join_bytes(self._planes(block, [count] * dtype.itemsize, what), dtype)
         raise CorruptFrame(f"{what}: coding {block.coding} is not one this reader knows here")
 
+    def integers(self, block: Block, dtype: np.dtype[Any], count: int, what: str) -> list[int]:
+        """Do what `read` does for integers, and return a list."""
+        few = self._few(block, dtype, count, what) if count <= FEW else None
+        if few is not None:
+            return few
+        found: list[int] = self.read(block, dtype, count, what).tolist()
+        return found
+
+    def _few(self, block: Block, dtype: np.dtype[Any], count: int, what: str) -> list[int] | None:
+        """Do what `read` does for the few integers of a head, one per sample: the same values and errors without a
+        dozen numpy calls. Returns None for what `_few` of the writer does not write.
+        """
+        size, signed = dtype.itemsize, dtype.kind == "i"
+        if block.coding == CONSTANT:
+            return [int.from_bytes(self.bytes(size, what), "little", signed=signed)] * count
+        if size != 8 and dtype.str != "<u4":  # a value may be too large for the dtype
+            return None
+        if block.coding == NARROW and block.arg in WIDTHS:
+            return self._few_narrow(block.arg, count, what)
+        if block.coding != RUNS or not 0 < block.arg <= count or len(block.parts) != 1:
+            return None
+        lengths = block.parts[0]
+        if lengths.coding != NARROW or lengths.arg not in WIDTHS:
+            return None
+        values = memoryview(self.bytes(block.arg * size, what))
+        runs = self._few_narrow(lengths.arg, block.arg, what)
+        if sum(runs) != count:
+            raise CorruptFrame(f"{what}: runs add up to {sum(runs)} of {count} values")
+        out: list[int] = []
+        for i, length in enumerate(runs):
+            out += [int.from_bytes(values[i * size : i * size + size], "little", signed=signed)] * length
+        return out
+
+    def _few_narrow(self, width: int, count: int, what: str) -> list[int]:
+        """Read both planes of a few integers, as `_few` of the writer wrote them."""
+        low, high = planes_of(width)
+        low_bytes, high_bytes = plane_bytes(width, count)
+        out: list[int] = list(struct.unpack(f"<{count}{_LETTERS[low]}", self.bytes(low_bytes, what))) if low else []
+        packed = int.from_bytes(self.bytes(high_bytes, what), "little")
+        if not high:
+            return out
+        mask = (1 << high) - 1
+        places = range(0, count * high, high)
+        if not low:
+            return [packed >> at & mask for at in places]
+        return [value | (packed >> at & mask) << low for value, at in zip(out, places, strict=True)]
+
     def read_number(self, block: Block, what: str) -> int:
         """Do what `read` does for one number below 2**32."""
-        if block.coding != NARROW or block.arg not in WIDTHS:
-            return int(self.read(block, np.dtype("<u4"), 1, what)[0])
-        low, high = planes_of(block.arg)
-        value = int.from_bytes(self.bytes(low // 8, what), "little")
-        return value | (int.from_bytes(self.bytes(-(-high // 8), what), "little") % (1 << high)) << low
+        return self.integers(block, _U4, 1, what)[0]
 
     def read_rows(
         self,

@@ -217,14 +217,14 @@ def metadata_of(
     columns = tuple(table.has)
     found = node_prefixes(samples, prefixes if prefixes is not None and prefixes.any else None)
     shares = bool(found.lengths.any() or found.parted.any())
-    known = samples.policy_versions[samples.policy_versions >= 0]
+    versions: list[int] = samples.policy_versions.tolist()
     return GroupMetadata(
         group=group,
         prompt=samples.text.get("prompt", ("",))[0],
         run=samples.text["run"][0],
         seq_len=seq_len,
         num_tokens=samples.num_tokens,
-        policy_version=int(known.min()) if len(known) else None,
+        policy_version=min((version for version in versions if version >= 0), default=None),
         kinds=_kinds(group, table),
         shapes=table.shapes,
         own={name: column.described() for name, column in table.own.items()},
@@ -234,7 +234,7 @@ def metadata_of(
         **{name: getattr(table, name).astype("<i8").tobytes() for name in _ARRAYS},
         term_tokens=table.term_tokens.astype("<i8").tobytes(),
         modality=table.modality.tobytes(),
-        has=np.stack([table.has[name] for name in columns], axis=1).tobytes(),
+        has=np.array([table.has[name] for name in columns]).T.tobytes(),
         parents=tuple(found.parents.tolist()) if shares else (),
         shared=tuple(found.lengths.tolist()) if shares else (),
         shared_patches=tuple(found.patches.tolist()) if shares else (),
@@ -368,9 +368,12 @@ def _kinds(group: str, table: SampleMetadata) -> dict[str, str]:
     A group that has a column demands that every sample that needs it has it, even if the group could do without.
     """
     found: dict[str, str] = {}
+    present = set(table.mode)
     for name, modes in ALL_OR_NONE.items():
+        if name not in table.has and present.isdisjoint(modes):
+            continue
         lacking = table.lacking(name)
-        have = int(table.has[name].sum()) if name in table.has else 0
+        have = int(np.count_nonzero(table.has[name])) if name in table.has else 0
         if have and lacking.any():
             raise InvalidInput(
                 f"group {group!r}: sample {table.ids[int(lacking.argmax())]!r} has no {name}, which {have} other "

@@ -47,44 +47,36 @@ class Prefixes:
 def find_prefixes(token_ids: NDArray[np.uint32], offsets: Offsets) -> Prefixes:
     """Find for every sample the earlier one with the longest common prefix, among those with the same beginning."""
     count = len(offsets) - 1
-    parents = np.full(count, -1, np.int64)
-    shared = np.zeros(count, np.int64)
-    edges = offsets.tolist()
-    alike: defaultdict[int, list[int]] = defaultdict(list)
-    long_enough = np.flatnonzero(np.diff(offsets) >= MIN_SHARED)
-    for i, key in zip(long_enough.tolist(), _beginnings(token_ids, offsets[long_enough]), strict=True):
-        known = alike[key]
+    parents, shared = [-1] * count, [0] * count
+    edges: list[int] = offsets.tolist()
+    alike: defaultdict[bytes, list[int]] = defaultdict(list)
+    items = token_ids.data  # one item of a memoryview costs a fifth of numpy's
+    long_enough = (offsets[1:] - offsets[:-1] >= MIN_SHARED).nonzero()[0]
+    for i in long_enough.tolist():
+        known = alike[token_ids[edges[i] : edges[i] + MIN_SHARED].tobytes()]
         if known:
-            parents[i], shared[i] = _longest(token_ids, edges, i, known, int(shared[known[-1]]))
+            parents[i], shared[i] = _longest(token_ids, items, edges, i, known, shared[known[-1]])
         known.append(i)
-    return Prefixes(parents, shared)
+    return Prefixes(np.array(parents, np.int64), np.array(shared, np.int64))
 
 
-def _longest(token_ids: NDArray[np.uint32], edges: list[int], i: int, known: list[int], guess: int) -> tuple[int, int]:
+def _longest(
+    token_ids: NDArray[np.uint32], items: memoryview, edges: list[int], i: int, known: list[int], guess: int
+) -> tuple[int, int]:
     """Return (sample, length) of the longest prefix of sample i among the latest and the first of the known ones."""
-    row = token_ids[edges[i] : edges[i + 1]]
+    start, count = edges[i], edges[i + 1] - edges[i]
+    row = token_ids[start : start + count]
     parent, best = -1, MIN_SHARED - 1
     for j in (*known[: -_RECENT - 1 : -1], known[0]):
         begin, end = edges[j], edges[j + 1]
-        if end - begin <= best or token_ids[begin + best] != row[best]:
+        if end - begin <= best or items[begin + best] != items[start + best]:
             continue  # cannot be longer: siblings diverge right where their shared prompt ends
         length = common_prefix(row, token_ids[begin:end], guess)
         if length > best:
             parent, best = j, length
-        if best == len(row):
+        if best == count:
             break
     return (parent, best) if parent >= 0 else (-1, 0)
-
-
-# Powers of an odd number, so that order matters. Not drawn at random: numpy.random takes 40 ms to import.
-_MIX = np.cumprod(np.full(MIN_SHARED, 0x9E3779B97F4A7C15, np.uint64))
-
-
-def _beginnings(token_ids: NDArray[np.uint32], starts: NDArray[np.int64]) -> list[int]:
-    """Hash the first tokens from each start. Only samples with equal hashes are compared."""
-    first = token_ids[starts[:, None] + np.arange(MIN_SHARED)].astype(np.uint64)
-    mixed: list[int] = (first * _MIX).sum(axis=1, dtype=np.uint64).tolist()
-    return mixed
 
 
 def shares_values(values: Array, offsets: Offsets, prefixes: Prefixes) -> bool:

@@ -251,11 +251,11 @@ class RangedFrame:
         """Return the ranges to read: the complete body as one range where the frame is small or most of it is
         needed.
         """
+        whole = [(self.front_size, self.size)]
+        if self.size < SMALL_FRAME:  # the usual frame of text: no range has to be computed
+            return whole if self.rows(rows) else []
         found = self.ranges(rows, gap=gap)
-        needed = sum(b - a for a, b in found)
-        if needed and (self.size < SMALL_FRAME or needed >= self.size * WHOLE_FROM):
-            return [(self.front_size, self.size)]
-        return found
+        return whole if sum(b - a for a, b in found) >= self.size * WHOLE_FROM else found
 
 
 def _rows_held(spec: ColumnBlock, head: Head) -> tuple[NDArray[np.int64], Offsets, Prefixes | None]:
@@ -270,7 +270,7 @@ def _rows_held(spec: ColumnBlock, head: Head) -> tuple[NDArray[np.int64], Offset
             raise CorruptFrame(f"{spec.name}: rows add up to {int(starts[-1])} of {spec.num_values} values")
         return lengths, starts, None
     if not spec.shares_prefixes:
-        return head.lengths, offsets_of(head.lengths), None
+        return head.lengths, head.offsets, None
     if head.prefixes is None:
         raise CorruptFrame(f"{spec.name}: shares prefixes where there are none")
     return head.lengths, offsets_of(head.lengths - head.prefixes.shared), head.prefixes.shortened()

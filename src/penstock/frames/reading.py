@@ -43,9 +43,12 @@ def describe(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> tuple[Head, Sa
     sections = split(data)
     head, used = parse_head(sections, limits)
     check_body(sections)
-    reader, offsets = Reader(sections.body, align=True), offsets_of(head.lengths)
-    columns = {name: _unfold(column, offsets) for name, column in _read_body(head, offsets, reader).items()}
+    reader, offsets = Reader(sections.body, align=True), head.offsets
+    stored, trained = _read_body(head, offsets, reader)
+    columns = {name: _unfold(column, offsets) for name, column in stored.items()}
     samples = _samples(head, columns | head.columns)
+    if trained is not None:
+        samples.trained = trained
     check_values(samples, head.loss_tokens)
     used["header"] = len(sections.header) + PREFIX_SIZE
     return head, samples, used + reader.used
@@ -62,8 +65,8 @@ def open_stored(
     sections = split(data)
     head, _ = parse_head(sections, limits)
     check_body(sections)
-    offsets = offsets_of(head.lengths)
-    stored = _read_body(head, offsets, Reader(sections.body, align=True), unfold=False)
+    offsets = head.offsets
+    stored, _ = _read_body(head, offsets, Reader(sections.body, align=True), unfold=False)
     sparse = {name: stored.pop(name) for name in [name for name, column in stored.items() if column.is_sparse]}
     large = {
         name: column for name, column in stored.items() if name == "token_ids" or _stays_stored(head, column, name)
@@ -92,8 +95,12 @@ def _samples(head: Head, columns: dict[str, Ragged]) -> Samples:
     )
 
 
-def _read_body(head: Head, offsets: Offsets, reader: Reader, *, unfold: bool = True) -> dict[str, Stored]:
-    """Read the columns. Without `unfold`, columns with values on trained tokens only are not expanded."""
+def _read_body(
+    head: Head, offsets: Offsets, reader: Reader, *, unfold: bool = True
+) -> tuple[dict[str, Stored], MaskRuns | None]:
+    """Read the columns, and the runs of the mask where a column needs them. Without `unfold`, columns with values on
+    trained tokens only are not expanded.
+    """
     columns: dict[str, Stored] = {}
     # The mask comes before the columns that are sparse by it, in the order of the file.
     trained: MaskRuns | None = None
@@ -106,7 +113,7 @@ def _read_body(head: Head, offsets: Offsets, reader: Reader, *, unfold: bool = T
         if spec.name == "loss_mask" and uses_mask:
             trained = MaskRuns.of(columns[spec.name].values)
     reader.finish("frame body")
-    return columns
+    return columns, trained
 
 
 def _read_sparse(spec: ColumnBlock, head: Head, reader: Reader) -> Stored:
@@ -171,9 +178,9 @@ def check_values(samples: Samples, loss_tokens: NDArray[np.int64]) -> None:
         if name not in samples.columns or samples.columns[name].offsets[-1] != samples.num_tokens:
             raise CorruptFrame(f"frame: column {name} is missing or short")
     mask = samples["loss_mask"].values
-    if len(samples) and mask[samples.offsets[:-1]].any():
+    if len(samples) and np.count_nonzero(mask[samples.offsets[:-1]]):
         raise CorruptFrame("frame: a sample's first token is marked as trained")
-    if not np.array_equal(samples.loss_tokens, loss_tokens):
+    if np.count_nonzero(samples.loss_tokens != loss_tokens):
         raise CorruptFrame("frame: the loss tokens in the header are not those of the mask")
     try:
         for name, column in samples.columns.items():
@@ -209,7 +216,9 @@ def _check_column(name: str, column: Ragged, samples: Samples) -> None:
         if name == "sampling_mask":
             _check_kept(column, samples)
         values = values.values
-    if samples.table[name].nan == "untrained" and first_bad(samples.table[name], values) is not None:
+    if first_bad(samples.table[name], values) is None:
+        return
+    if samples.table[name].nan == "untrained":
         if column.offsets is samples.offsets:
             values = samples.trained.take(values) if samples.trained.has_off else values
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import get_args
 
 import numpy as np
@@ -97,7 +98,8 @@ def frame_pieces(
     policy_versions = head.write(batch.policy_versions)
     text = tuple(_text(name, batch.text[name], head) for name in _texts(batch))
     parents = shared = None
-    if prefixes.any:
+    shared_by: list[int] = prefixes.shared.tolist()
+    if any(shared_by):
         # Parents are written as a distance, a small number: sample 7 with parent 5 writes 2, and 0 means none.
         back = np.where(prefixes.parents < 0, 0, np.arange(len(batch)) - prefixes.parents)
         parents, shared = head.write(back), head.write(prefixes.shared)
@@ -112,7 +114,7 @@ def frame_pieces(
     header = Header(
         num_samples=len(batch),
         num_tokens=batch.num_tokens,
-        num_shared=int(prefixes.shared.sum()),
+        num_shared=sum(shared_by),
         lengths=lengths,
         loss_tokens=loss_tokens,
         policy_versions=policy_versions,
@@ -165,21 +167,28 @@ def _text(name: str, values: tuple[str, ...], head: Writer) -> TextBlock:
     if len(distinct) == 1:
         return _same_text(name, values, head)
     encoded = [value.encode() for value in distinct]
-    codes = np.array([distinct[value] for value in values], np.uint32)
-    lengths = head.write(np.array([len(value) for value in encoded], np.uint32))
+    lengths = head.integers(list(map(len, encoded)))
     num_bytes = head.add(b"".join(encoded))[0]
-    return TextBlock(name, len(distinct), lengths, num_bytes, head.write(codes))
+    return TextBlock(name, len(distinct), lengths, num_bytes, head.integers([distinct[value] for value in values]))
 
 
 def _same_text(name: str, values: tuple[str, ...], head: Writer) -> TextBlock:
     """Do what `_text` does for the usual case that all samples have the same text: the same bytes, without an array per
     number.
     """
-    encoded = values[0].encode()
+    block, data = _one_text(name, values[0], len(values) > 1)
+    head.add(data)
+    return block
+
+
+@lru_cache(maxsize=64)
+def _one_text(name: str, value: str, is_shared: bool) -> tuple[TextBlock, bytes]:
+    """Return the block and the bytes of one string. Most names (env, run, mode) are those of the group before."""
+    head, encoded = Writer("fast", align=False), value.encode()
     lengths = head.write_number(len(encoded))
     head.add(encoded)
-    codes = head.plain(CONSTANT, 0, bytes(4)) if len(values) > 1 else head.write_number(0)
-    return TextBlock(name, 1, lengths, len(encoded), codes)
+    codes = head.plain(CONSTANT, 0, bytes(4)) if is_shared else head.write_number(0)
+    return TextBlock(name, 1, lengths, len(encoded), codes), b"".join(head.pieces)
 
 
 def _column(name: str, batch: Samples, prefixes: Prefixes, head: Writer, body: Writer) -> ColumnBlock:
@@ -192,6 +201,8 @@ def _column(name: str, batch: Samples, prefixes: Prefixes, head: Writer, body: W
     values = found.values
     if column.ragged:
         return _lists(column, found, body, batch.trained)
+    if name == "loss_mask":
+        return ColumnBlock(name, values.dtype.str, body.write_mask(batch.trained))
     # Only inputs of the model follow from the tokens alone. Masks and log-probabilities differ between branches.
     share = prefixes.any and (name == "token_ids" or _follows_tokens(column, values, batch, prefixes))
     stored = cut(values, batch.offsets, prefixes) if share else values

@@ -12,16 +12,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.arrays import SampleMetadata
-from penstock.packing.bins import Items
-from penstock.packing.cost import Observation
-from penstock.packing.grid import Grid, Placed
-from penstock.packing.row_targets import Bound
-from penstock.packing.settings import Packing
+
+if TYPE_CHECKING:  # a rank reads an accounting, and must not load the planner
+    from penstock.packing.bins import Items
+    from penstock.packing.cost import Observation
+    from penstock.packing.grid import Grid, Placed
+    from penstock.packing.row_targets import Bound
+    from penstock.packing.settings import Packing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +120,8 @@ class Accounting:
 
     def observed(self, seconds: float) -> Observation:
         """Return the input of `Cost.fit`: the time a step took, and what was on its critical path."""
+        from penstock.packing.cost import Observation
+
         return Observation(
             seconds=seconds,
             tokens=self.path_tokens,

@@ -12,18 +12,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Unpack, overload
 
 from penstock.arrays import Sample, SampleMetadata, Samples
-from penstock.config import build, signature_of
-from penstock.frames import find_node_prefixes
+from penstock.config import LateSignature
 from penstock.packing.accounting import Accounting
 from penstock.packing.denominators import Denominators, Totals
 from penstock.packing.filling import fill
 from penstock.packing.micro_batch import MicroBatch
-from penstock.packing.planning import plan
 from penstock.packing.rank_plan import Plan, RankPlan
-from penstock.packing.settings import Packing
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a rank fills what others planned, and must not load the planner
     from penstock.packing.packing_keywords import PackingKeywords
+    from penstock.packing.settings import Packing
 
 
 class StepOfRank(ABC):
@@ -146,14 +144,25 @@ def pack(samples: Samples | Sequence[Sample], **packing: Unpack[PackingKeywords]
     >>> step.loss_tokens, step.accounting.total.padding_tokens
     (8, 4)
     """
-    return pack_with(build(Packing, packing, "pack"), samples)
+    from penstock.config import build
+
+    return pack_with(build(_settings(), packing, "pack"), samples)
 
 
-pack.__signature__ = signature_of(pack, Packing)  # type: ignore[attr-defined]
+def _settings() -> type[Packing]:
+    from penstock.packing.settings import Packing
+
+    return Packing
+
+
+pack.__signature__ = LateSignature(pack, _settings)  # type: ignore[attr-defined]
 
 
 def pack_with(packing: Packing, samples: Samples | Sequence[Sample]) -> Step:
     """Do what `pack` does, with settings that were built and checked before."""
+    from penstock.frames import find_node_prefixes
+    from penstock.packing.planning import plan
+
     columns = Samples.of(samples).conformed(packing.own)
     metadata = SampleMetadata.of(columns, packing.seq_len)
     if packing.trees:

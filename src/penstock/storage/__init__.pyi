@@ -17,12 +17,12 @@ from penstock.storage.interface import SegmentSealed as SegmentSealed
 from penstock.storage.interface import Storage as Storage
 from penstock.storage.interface import Wanted as Wanted
 from penstock.storage.interface import Writable as Writable
+from penstock.storage.interface import is_object_url as is_object_url
 from penstock.storage.interface import is_segment_name as is_segment_name
 from penstock.storage.interface import new_segment_name as new_segment_name
 from penstock.storage.interface import parse_location as parse_location
 from penstock.storage.object_ranges import OBJECT_BYTES as OBJECT_BYTES
 from penstock.storage.object_ranges import segment_in as segment_in
-from penstock.storage.object_requests import is_object_url as is_object_url
 from penstock.storage.objects import MARKER as MARKER
 from penstock.storage.objects import ObjectStorage as ObjectStorage
 from penstock.storage.picking import DamagedFrame as DamagedFrame

@@ -165,3 +165,8 @@ class Storage(Writable, Protocol):
     def set_marker(self, new: bytes, old: bytes | None) -> bool:
         """Replace the marker if it still is `old` (None: if there is none). Returns False if another process was
         faster."""
+
+
+def is_object_url(text: str) -> bool:
+    """Return whether an address names an object store, not a folder."""
+    return "://" in text and not text.startswith("file://")

@@ -78,11 +78,6 @@ class ObjectUrl:
         return f"{self.scheme}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
 
 
-def is_object_url(text: str) -> bool:
-    """Return whether an address names an object store, not a folder."""
-    return "://" in text and not text.startswith("file://")
-
-
 def parse_object_url(text: str) -> ObjectUrl:
     """Parse the address of an object storage. An address with credentials in it is rejected, and never shown.
 

@@ -10,7 +10,8 @@ from typing import TypeAlias
 from penstock.errors import Conflict, InvalidInput
 from penstock.storage.custody import Marker, read_marker
 from penstock.storage.folder import FolderStorage
-from penstock.storage.object_requests import is_object_url, parse_object_url
+from penstock.storage.interface import is_object_url
+from penstock.storage.object_requests import parse_object_url
 from penstock.storage.objects import ObjectStorage
 
 KeptStorage: TypeAlias = FolderStorage | ObjectStorage

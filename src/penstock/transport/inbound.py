@@ -25,7 +25,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 logger = logging.getLogger("penstock.sockets")
 SLACK_BYTES = 64 << 20
@@ -88,6 +87,8 @@ class Inbound:
     # -------------------------------------------------------------- the thread
 
     def _run(self) -> None:
+        from zmq.utils.monitor import recv_monitor_message  # imports asyncio, which clients do not need
+
         pause = _LOOK_S
         while True:
             if self._monitor.poll(int(pause * 1000)):

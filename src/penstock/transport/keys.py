@@ -23,7 +23,6 @@ from pathlib import Path
 
 import zmq
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
 
 from penstock.errors import ConfigError
 
@@ -227,6 +226,8 @@ def _reachable(url: str) -> str:
 
 def _connects(url: str, keys: ClientKeys | None, timeout_s: float) -> bool:
     """Return whether the plane at an address accepts these keys."""
+    from zmq.utils.monitor import recv_monitor_message  # imports asyncio, which clients do not need
+
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IPV6, 1)
