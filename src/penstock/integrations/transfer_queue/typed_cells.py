@@ -52,8 +52,8 @@ def cells_of(name: str, values: Any, rows: int) -> tuple[list[Cell], list[Buffer
     if isinstance(values, torch.Tensor):
         items: Sequence[Any] = values.unbind()
     else:
-        is_list = isinstance(values, list | np.ndarray) and np.shape(values) != () and len(values) == rows
-        items = list(values) if is_list else [values] * rows
+        is_list = isinstance(values, list) or (isinstance(values, np.ndarray) and values.ndim > 0)
+        items = list(values) if is_list and len(values) == rows else [values] * rows
     cells, pieces = [], []
     for i, value in enumerate(items):
         is_tensor = isinstance(value, torch.Tensor) and not value.is_nested
