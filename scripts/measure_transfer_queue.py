@@ -4,8 +4,8 @@
     unshare -rn bash -c 'ip link set lo up; build/upstream/env/bin/python scripts/measure_transfer_queue.py'
 
 One Ray node, two storage units of SimpleStorage; Penstock has none. Every round starts a fresh queue, puts, gets, tags
-and clears `ROWS` rows a few times and closes it. Shown is the fastest and the median of all rounds; what was put, tagged
-or cleared with "Penstock" is on disk before the call returns.
+and clears `ROWS` rows a few times and closes it. Shown is the fastest and the median of all rounds; what was put,
+tagged or cleared with "Penstock" is on disk before the call returns.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.cli import main
 from penstock.errors import Conflict, Fenced
 from penstock.integrations.transfer_queue.backend import read_columns
 from penstock.integrations.transfer_queue.journal import (
@@ -164,6 +165,30 @@ def test_what_was_deleted_is_said_to_be_gone(storage: KeptStorage) -> None:
     with pytest.raises(Gone):
         read_columns(storage, {"x": [places["x"]]})
     journal.close()
+
+
+def test_view_prints_the_first_rows_and_says_what_it_does_not_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = FolderStorage(tmp_path / "queue")
+    journal = Journal(storage, begin(storage))
+    values = {"input_ids": torch.arange(5000), "hidden": torch.zeros(4).bfloat16(), "text": "\x1b[31m" * 500}
+    journal.write_rows(
+        [row(f"k{i:02}", (1, float(i)), {"status": "done", "i": i}, **values) for i in range(30)]
+    ).result()
+    journal.write_rows([row(None, (1, 99.0), {}, x=torch.zeros(1))]).result()
+    journal.write_note(ClearNote("train", (1, 100.0), ["k01"], [])).result()
+    journal.close()
+    assert main(["view", str(tmp_path / "queue")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        lines[0] == f"file://{tmp_path}/queue: 29 keys (train 29)" and lines[1] == "1 rows without a key are not shown"
+    )
+    assert lines[3] == "train k00  {'status': 'done', 'i': 0}" and lines[-1] == "9 more keys are not shown"
+    assert lines[4] == "  input_ids  int64[5000]       0 1 2 3 4 5 6 7 ..."
+    assert lines[5] == "  hidden     bfloat16[4]       (8 bytes)"
+    assert "\x1b" not in "".join(lines) and max(map(len, lines[3:])) <= 200
+    assert not any("k01" in line for line in lines)
 
 
 WRITER = """
