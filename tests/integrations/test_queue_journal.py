@@ -140,6 +140,11 @@ def test_a_torn_and_a_damaged_row_are_reported_and_the_others_read(tmp_path: Pat
     history = read_history(storage)
     assert sorted(history.rows["train"]) == ["k0", "k2"] and len(history.damaged) == 2
     assert "checksum" in history.damaged[0] and "torn" in history.damaged[1]
+    gone = sorted({text.split(" ")[0] for kept in history.rows["train"].values() for text in kept.columns.values()})
+    again = Journal(storage, begin(storage))
+    again.write_note(ClearNote("train", (1, 9.0), ["k0", "k2"], gone)).result()
+    again.close()
+    assert file.name not in read_history(storage).dead(3), "what cannot be read may be a row that exists"
 
 
 def test_a_storage_of_a_plane_is_rejected_and_one_job_at_a_time_writes(tmp_path: Path) -> None:

@@ -265,7 +265,7 @@ class _Storage:
             keyless=len(history.keyless),
             damaged=tuple(history.damaged),
         )
-        logger.info("%s: %s", journal.storage.url, found)
+        logger.log(logging.WARNING if found.damaged else logging.INFO, "%s: %s", journal.storage.url, found)
         return found
 
     async def _announce(self, partition: str, keys: dict[str, Kept]) -> None:

@@ -305,10 +305,12 @@ class History:
     rows: Rows = field(default_factory=dict)
     keyless: set[str] = field(default_factory=set)
     """Locations of rows without a key."""
+    unread: set[str] = field(default_factory=set)
+    """Segments with broken pieces. Those pieces may be rows that exist, so these segments are not deleted."""
 
     def replayed(self, before: float = math.inf) -> History:
         """Return the state after all changes, of jobs before a start if one is given."""
-        state = History(self.segments, self.damaged)
+        state = History(self.segments, self.damaged, unread=self.unread)
         changes = [one for frames in self.segments.values() for one in frames if one.front.stamp[0] < before]
         for one in sorted(changes, key=lambda one: one.front.stamp):
             state._apply(one)
@@ -354,7 +356,7 @@ class History:
             if any(one.front.stamp[0] >= before for one in frames) or not (frames or segment in emptied):
                 continue
             rows = {one.location for one in frames if isinstance(one.front, RowFront)}
-            found += sorted(rows - live) if rows & live else [segment]
+            found += sorted(rows - live) if rows & live or segment in self.unread else [segment]
         return found
 
 
@@ -370,6 +372,7 @@ def read_history(storage: KeptStorage) -> History:
                         frames.append(_read(file, part, piece))
                     except CorruptFrame as error:
                         history.damaged.append(f"{part.name} at {piece.offset}: {error}")
+                        history.unread.add(segment)
     return history.replayed()
 
 
