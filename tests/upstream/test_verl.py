@@ -54,12 +54,13 @@ def wait_until_gone(pids: list[int]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.timeout(1200)  # four processes import verl, and two of them start Ray
 def test_a_killed_job_resumes_with_every_acknowledged_key_tag_and_row(tmp_path: Path) -> None:
     """verl's agent loop worker, replay buffer and re-issue of prompts, with invented answers; see verl_job.py."""
     notes = tmp_path / "notes"
     notes.mkdir()
     job = start(tmp_path / "queue", notes, "first")
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 500
     while len(names(notes, "trained")) < 20:
         assert job.poll() is None and time.monotonic() < deadline, (notes / "first.log").read_text()[-3000:]
         time.sleep(0.1)
@@ -73,7 +74,10 @@ def test_a_killed_job_resumes_with_every_acknowledged_key_tag_and_row(tmp_path: 
     sampled, trained = set(names(notes, "sampled")), set(names(notes, "trained"))
     is_sampling = [kind for path, (kind, *_) in notes_in(notes) if path.stem == str(job.pid)][-1] == "sampling"
     done = start(tmp_path / "queue", notes, "second")
-    assert done.wait(timeout=300) == 0, (notes / "second.log").read_text()[-3000:]
+    try:
+        assert done.wait(timeout=500) == 0, (notes / "second.log").read_text()[-3000:]
+    finally:
+        done.kill()
     for one in (job, done):
         shutil.rmtree(f"/tmp/ps-{one.pid}", ignore_errors=True)  # Ray's folder
     found = json.loads((notes / "found.json").read_text())
