@@ -4,7 +4,7 @@
 # torch and everything else again: the suite then takes half as long again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-fast test-ray test-packaging test-upstream bench clean
+.PHONY: help demo test test-fast test-ray test-packaging test-integrations bench clean
 
 help:
 	@echo "make demo    set up, then watch a policy learn on this machine"
@@ -12,7 +12,7 @@ help:
 	@echo "make test-fast        the tests without processes, browser and models: under 90 s on two idle cores"
 	@echo "make test-ray         the tests on a real Ray cluster of this machine, in .venv-ray: on loopback, and the demo also on a host with an address"
 	@echo "make test-packaging   build the package and try it in fresh environments, on every Python that is found"
-	@echo "make test-upstream       NeMo-Gym, TransferQueue and verl, with those packages in an environment of their own"
+	@echo "make test-integrations       NeMo-Gym, TransferQueue and verl, with those packages in an environment of their own"
 	@echo "make bench   set up, then measure against rivals on this machine"
 	@echo "make clean   remove what the others made, .venv included"
 
@@ -39,9 +39,9 @@ test-packaging:
 	@bash scripts/setup dev,bench
 	.venv/bin/python scripts/test_packaging.py
 
-test-upstream:
-	@bash scripts/setup_upstream build/upstream
-	bash scripts/test_upstream build/upstream
+test-integrations:
+	@bash scripts/setup_integrations build/upstream
+	bash scripts/test_integrations build/upstream
 
 bench:
 	@bash scripts/setup dev,bench

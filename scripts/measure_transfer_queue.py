@@ -1,10 +1,11 @@
 """Measure the TransferQueue backend beside TransferQueue's own in-memory one: same rows, same run, in turns.
 
-    bash scripts/setup_upstream build/upstream
+    bash scripts/setup_integrations build/upstream
     unshare -rn bash -c 'ip link set lo up; build/upstream/env/bin/python scripts/measure_transfer_queue.py'
 
-One Ray node, two storage units each. Every round starts a fresh queue, puts and gets `ROWS` rows a few times and closes
-it. Shown is the fastest and the median of all rounds; what was put with "Penstock" is on disk before the put returns.
+One Ray node, two storage units of SimpleStorage; Penstock has none. Every round starts a fresh queue, puts, gets, tags
+and clears `ROWS` rows a few times and closes it. Shown is the fastest and the median of all rounds; what was put,
+tagged or cleared with "Penstock" is on disk before the call returns.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROUNDS, REPEATS, ROWS, TOKENS = 2, 12, 64, 16_384
+ROUNDS, REPEATS, ROWS, TOKENS = 3, 12, 64, 16_384
+CALLS = ("put", "get", "tag", "clear")
 
 
 def rows() -> Any:
@@ -49,11 +51,13 @@ def measure(backend: dict[str, Any]) -> dict[str, list[float]]:
 
     tq.init(OmegaConf.create({"backend": backend}))
     data, keys = rows(), [f"k{i}" for i in range(ROWS)]
-    took: dict[str, list[float]] = {"put": [], "get": [], "clear": []}
+    tags = [{"status": "finished"} for _ in keys]
+    took: dict[str, list[float]] = {name: [] for name in CALLS}
     for number in range(REPEATS + 1):
         for name, work in (
             ("put", partial(tq.kv_batch_put, keys, "train", data)),
             ("get", partial(tq.kv_batch_get, keys, "train")),
+            ("tag", partial(tq.kv_batch_put, keys, "train", None, tags)),
             ("clear", partial(tq.kv_clear, keys, "train")),
         ):
             before = time.perf_counter()
@@ -85,7 +89,7 @@ def main() -> None:
         place = str(folder / f"queue-{number}")
         for name, backend in (
             ("SimpleStorage", {"SimpleStorage": {"num_data_storage_units": 2}}),
-            ("Penstock", {"storage_backend": "Penstock", "Penstock": {"folder": place, "num_units": 2}}),
+            ("Penstock", {"storage_backend": "Penstock", "Penstock": {"storage": place}}),
         ):
             for what, took in measure(backend).items():
                 found.setdefault(name, {}).setdefault(what, []).extend(took)
@@ -94,7 +98,7 @@ def main() -> None:
     size = sum(v.values().nbytes for v in rows().values() if hasattr(v, "values") and hasattr(v, "is_nested"))
     print(f"{ROWS} rows, {size / 1e6:.0f} MB; {ROUNDS} rounds of {REPEATS}; load {os.getloadavg()[0]:.1f}")
     print(f"{'':8}{'SimpleStorage':>24}{'Penstock':>24}{'ratio of medians':>20}")
-    for what in ("put", "get", "clear"):
+    for what in CALLS:
         cells, middle = [], []
         for name in ("SimpleStorage", "Penstock"):
             took = found[name][what]

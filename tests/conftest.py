@@ -34,7 +34,7 @@ settings.load_profile("repeat")
 
 pytest_plugins = ["tests.support.planes"]
 
-# Integrations that need an environment of their own; `make test-upstream` makes it and runs them.
+# Integrations that need an environment of their own; `make test-integrations` makes it and runs them.
 collect_ignore = [] if (Path(sys.prefix).parent / "nemo-gym").is_dir() else ["upstream"]
 
 _STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")

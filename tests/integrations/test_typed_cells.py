@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,12 @@ from hypothesis import strategies as st
 from tensordict.tensorclass import NonTensorStack
 
 from penstock.errors import CorruptFrame, InvalidInput
-from penstock.integrations.transfer_queue.typed_cells import _DTYPES, _value, cells_of, values_of
+from penstock.integrations.transfer_queue.typed_cells import _DTYPES, cells_of, decode_value, values_of
 
 
 def back(values: Any, rows: int) -> Any:
-    cells, data = cells_of("x", values)
-    return values_of(cells, bytes(data), rows)
+    cells, pieces = cells_of("x", values, rows)
+    return values_of(cells, np.frombuffer(b"".join(pieces), np.uint8).copy())
 
 
 @pytest.mark.parametrize("name", _DTYPES)
@@ -73,6 +74,29 @@ def test_arrays_inside_of_other_values_come_back() -> None:
     assert found["names"].dtype == object and found["names"].tolist() == names.tolist()
 
 
+class Status(StrEnum):
+    DONE = "done"
+
+
+def test_text_and_numbers_of_other_types_become_plain_ones_and_numpys_stay() -> None:
+    assert back([Status.DONE], 1).tolist() == ["done"] and back(np.array([b"ab", b"c"]), 2).tolist() == [b"ab", b"c"]
+    found = back([np.float64(0.5), np.str_("a"), {np.str_("k"): True}], 3).tolist()
+    assert type(found[0]) is np.float64 and [type(found[1]), found[2]] == [str, {"k": True}]
+
+
+def test_a_list_of_one_value_per_row_is_a_column_and_any_other_value_is_every_rows() -> None:
+    assert back([[1], [2, 3]], 2).tolist() == [[1], [2, 3]]
+    assert back("agent", 2).tolist() == ["agent", "agent"] and back([1, 2, 3], 2).tolist() == [[1, 2, 3]] * 2
+
+
+def test_changed_bytes_are_found() -> None:
+    cells, pieces = cells_of("x", torch.arange(6).reshape(2, 3), 2)
+    data = np.frombuffer(b"".join(pieces), np.uint8).copy()
+    data[30] ^= 1
+    with pytest.raises(CorruptFrame, match="row 1: its checksum differs"):
+        values_of(cells, data)
+
+
 class Strange:
     """Something that only a pickle could hold."""
 
@@ -88,7 +112,7 @@ class Strange:
 )
 def test_what_only_a_pickle_could_hold_is_refused_by_its_place(value: Any, said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
-        cells_of("x", [value])
+        cells_of("x", [value], 1)
 
 
 def test_values_inside_one_another_without_end_are_refused() -> None:
@@ -96,12 +120,12 @@ def test_values_inside_one_another_without_end_are_refused() -> None:
     for _ in range(100):
         value = [value]
     with pytest.raises(InvalidInput, match="nested more than 32 levels"):
-        cells_of("x", [value])
+        cells_of("x", [value], 1)
 
 
 @given(st.binary(max_size=40))
 def test_bytes_that_nobody_wrote_give_our_error_or_a_value(data: bytes) -> None:
     try:
-        _value(data)
+        decode_value(data)
     except CorruptFrame:
         return

@@ -14,6 +14,7 @@ import penstock as ps
 from penstock.convert import make_group
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.integrations.formats.file_formats import convert_files
+from penstock.integrations.formats.lost import Lost
 from penstock.integrations.formats.responses import to_trajectory
 from penstock.integrations.formats.verl_tensors import from_verl, to_verl
 from penstock.integrations.trainers.trl_samples import from_trl, to_trl
@@ -67,6 +68,22 @@ def test_tensordicts_padded_or_nested_are_read_as_arrays_are() -> None:
     one, other = from_verl(rows)
     assert one.token_ids.tolist() == [1, 2, 3, 4, 5] and one.loss_mask.tolist() == [False, False, True, False, True]
     assert other.token_ids.tolist() == [7, 8]
+
+
+def test_the_temperature_of_a_batch_or_of_its_rows_is_kept() -> None:
+    class DataProto:
+        batch, non_tensor_batch = None, to_verl([SAMPLE, SAMPLE])
+        meta_info = {"temperature": 0.7, "global_steps": 3}  # noqa: RUF012
+
+    hot = from_verl(DataProto())
+    assert [float(sample["temperatures"]) for sample in hot] == [pytest.approx(0.7)] * 2
+    mixed = [hot[0], hot[1].replace(temperatures=1.5)]
+    batch = to_verl(mixed)
+    assert batch["temperature"].tolist() == [pytest.approx(0.7), 1.5] and from_verl(batch) == mixed
+    assert from_verl({**batch, "temperature": 0.5})[1]["temperatures"] == 0.5
+    lost = Lost()
+    assert "temperatures" not in from_verl({**batch, "temperature": [0, 1]}, lost=lost)[0]
+    assert lost.unread["temperature"] == 1, "greedy"
 
 
 def test_scores_on_several_tokens_stay_where_they_are() -> None:

@@ -159,7 +159,7 @@ def test_rollouts_are_put_as_a_group_and_freeing_when_it_is_durable(tmp_path: Pa
             assert step.loss_tokens == 8, "the rollout that lost a call trains nothing"
             trainer.commit(step)
             trainer.flush()
-        with pytest.raises(Conflict, match="given back"):
+        with pytest.raises(Conflict, match="cannot be read again"):
             put_group(plane, str(folder), rewards, prompt="weather", policy_version=3)
     snapshot = asyncio.run(PenstockSource(str(folder)).freeze("r2"))
     assert len(snapshot.entries) == 2, "a rollout with an error stays"

@@ -17,7 +17,9 @@ BEFORE = "from tests.upstream import conftest\n"
 @pytest.mark.parametrize("name", ["nemo-gym", "transfer-queue"])
 def test_the_blocks_of_the_page_run(name: str, tmp_path: Path) -> None:
     page = ROOT / "docs" / "integrations" / f"{name}.md"
-    found = re.findall(r"<!-- not run: make test-upstream runs it.*?```python\n(.*?)```", page.read_text(), re.DOTALL)
+    found = re.findall(
+        r"<!-- not run: make test-integrations runs it.*?```python\n(.*?)```", page.read_text(), re.DOTALL
+    )
     assert found
     place = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     for block in found:

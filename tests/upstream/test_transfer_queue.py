@@ -1,12 +1,10 @@
-"""The TransferQueue door, with the real package on a real Ray node, beside its own in-memory backend."""
+"""The TransferQueue backend, with the real package on a real Ray node, beside its own in-memory backend."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,17 +16,19 @@ import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
 from tensordict import TensorDict
-from tensordict.tensorclass import NonTensorStack
+from tensordict.tensorclass import NonTensorData, NonTensorStack
 
 from penstock.errors import PenstockError
-from penstock.integrations.transfer_queue.backend import register
+from penstock.integrations.transfer_queue.backend import register, restore
+from penstock.integrations.transfer_queue.journal import begin
+from penstock.storage import FolderStorage
 
 pytestmark = pytest.mark.filterwarnings("default")  # of packages that are not ours
 
 
 @pytest.fixture(scope="module", autouse=True)
 def node() -> Iterator[None]:
-    """One Ray node for all tests; `make test-upstream` runs this where nothing but this host can be reached."""
+    """One Ray node for all tests; `make test-integrations` runs this where nothing but this host can be reached."""
     # Ray's sockets are there, whose paths may not be longer than 107 characters.
     folder = Path("/tmp") / f"ps-{os.getpid()}"
     hook = "penstock.integrations.transfer_queue.backend.register"
@@ -47,15 +47,12 @@ def node() -> Iterator[None]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def started(folder: Path | None, units: int = 2) -> None:
-    """A TransferQueue on a Penstock folder, or in memory."""
-    if folder is None:
-        tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": units}}}))
+def started(storage: Path | str | None, **settings: Any) -> None:
+    """A TransferQueue on a storage of Penstock, or in memory."""
+    if storage is None:
+        tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 2}}}))
         return
-    backend = {
-        "storage_backend": "Penstock",
-        "Penstock": {"folder": str(folder), "checkpoints": str(folder.parent), "num_units": units},
-    }
+    backend = {"storage_backend": "Penstock", "Penstock": {"storage": str(storage), **settings}}
     tq.init(OmegaConf.create({"backend": backend}))
 
 
@@ -82,6 +79,7 @@ def fields(rows: int, seed: int = 0) -> TensorDict:
             "reward": torch.randn(rows, generator=maker),
             "done": torch.rand(rows, generator=maker) > 0.5,
             "uid": NonTensorStack(*[f"uid-{i}" for i in range(rows)]),
+            "turns": NonTensorData([[i] * i for i in range(rows)], batch_size=(rows,)),
             "extra": NonTensorStack(*[{"n": i, "pixels": torch.ones(i + 1), "none": None} for i in range(rows)]),
         },
         batch_size=rows,
@@ -91,7 +89,7 @@ def fields(rows: int, seed: int = 0) -> TensorDict:
 def rows_of(column: Any) -> list[Any]:
     if isinstance(column, torch.Tensor):
         return list(column.unbind())
-    return list(column.tolist())
+    return list(column)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -134,76 +132,147 @@ def test_what_was_cleared_is_gone_and_its_space_is_free(queue: Path) -> None:
     big = TensorDict({"x": torch.ones(16, 1 << 17)}, batch_size=16)
     tq.kv_batch_put(keys, "train", big)
     assert used(queue) >= 8 << 20
+    assert {path.stat().st_mode & 0o077 for path in queue.glob("segments/*")} == {0}, "for this user alone"
     tq.kv_clear(keys, "train")
     deadline = time.monotonic() + 60
     while used(queue) > 1 << 20:
         assert time.monotonic() < deadline, used(queue)
         time.sleep(0.1)
     tq.kv_batch_put(keys, "train", fields(16))
-    assert_same(tq.kv_batch_get(keys[:2], "train", ["prompts"]), nested(fields(16).select("prompts"), [0, 1]))
+    assert_same(tq.kv_batch_get(keys[:2], "train", ["prompts"]), nested_rows(fields(16).select("prompts"), [0, 1]))
 
 
 def used(folder: Path) -> int:
     """Bytes that the columns take on disk."""
-    return sum(path.stat().st_blocks * 512 for path in folder.glob("unit-*/columns/*"))
-
-
-def nested(data: TensorDict, rows: list[int]) -> TensorDict:
-    names = list(data.keys())
-    out = {name: torch.nested.as_nested_tensor([data[name][i] for i in rows], layout=torch.jagged) for name in names}
-    return TensorDict(out, batch_size=len(rows))
+    return sum(path.stat().st_blocks * 512 for path in folder.glob("segments/*"))
 
 
 class Producer:
-    """Puts rows one by one; says which were acknowledged."""
+    """Puts rows one by one, and writes down which were acknowledged."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, notes: str) -> None:
         tq.init()
+        self.name, self.notes = name, Path(notes)
 
-    def put(self, name: str, count: int) -> list[str]:
-        done = []
-        for number in range(count):
-            key = f"{name}-{number}"
-            tq.kv_put(key, "train", {"value": torch.full((100,), number)})
-            done.append(key)
-        return done
+    def put(self) -> None:
+        with self.notes.open("w") as file:
+            for number in range(1_000_000):
+                key = f"{self.name}-{number}"
+                tq.kv_put(key, "train", {"value": torch.full((100,), number)}, {"status": "running", "number": number})
+                print(key, "put", file=file, flush=True)
+                tq.kv_put(key, "train", tag={"status": "finished"})
+                print(key, "tagged", file=file, flush=True)
+                if number % 3 == 0:
+                    tq.kv_clear(key, "train")
+                    print(key, "cleared", file=file, flush=True)
 
-
-def text(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:  # it ended meanwhile
-        return b""
-
-
-def units(count: int = 2) -> list[int]:
-    """The processes of the storage units, once they all run."""
-    deadline = time.monotonic() + 120
-    while True:
-        found = [
-            int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if b"ray::_UnitActor" in text(path)
-        ]
-        if len(found) == count:
-            return found
-        assert time.monotonic() < deadline, f"{len(found)} units"
-        time.sleep(0.1)
+    def process(self) -> int:
+        return os.getpid()
 
 
-def test_a_killed_storage_loses_nothing_that_was_acknowledged(queue: Path) -> None:
+def changes(notes: list[Path]) -> dict[str, list[str]]:
+    """The acknowledged changes of each key."""
+    found: dict[str, list[str]] = {}
+    for path in notes:
+        for line in path.read_text().splitlines() if path.exists() else ():
+            key, change = line.split()
+            found.setdefault(key, []).append(change)
+    return found
+
+
+def test_killed_producers_and_a_lost_controller_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    started(tmp_path / "queue")
+    notes = [tmp_path / f"notes-{i}" for i in range(2)]
     actor = ray.remote(num_cpus=0)(Producer)
-    producers = [actor.remote() for _ in range(2)]
-    ray.get([one.put.remote(f"first-{i}", 1) for i, one in enumerate(producers)])
-    work = [one.put.remote(f"p{i}", 150) for i, one in enumerate(producers)]
-    for _ in range(2):
-        ray.wait(work, timeout=1.0)
-        for pid in units():
-            os.kill(pid, signal.SIGKILL)
-    keys = [key for done in ray.get(work, timeout=280) for key in done]
-    assert len(keys) == 300
-    found = tq.kv_batch_get(keys, "train", "value")["value"]
-    assert [int(row[0]) for row in found.unbind()] == [int(key.rsplit("-", 1)[1]) for key in keys]
-    lives = ray.get([ray.get_actor(f"PenstockUnit#{i}", namespace="transfer_queue").where.remote() for i in range(2)])
-    assert all(life > 1 for _, life in lives), lives
+    producers = [actor.options(max_concurrency=2).remote(f"p{i}", str(path)) for i, path in enumerate(notes)]
+    pids = ray.get([one.process.remote() for one in producers])
+    work = [one.put.remote() for one in producers]
+    deadline = time.monotonic() + 120
+    while min(len(changes([path])) for path in notes) < 40:
+        assert time.monotonic() < deadline and not ray.wait(work, timeout=0.1)[0]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    for one in work:
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(one, timeout=60)
+    tq.close()  # the controller, which alone knew the keys, is gone
+
+    started(tmp_path / "queue")
+    restored = restore()
+    assert restored.keys == len(tq.kv_list("train")["train"]) and not restored.dropped
+    known, done = tq.kv_list("train")["train"], changes(notes)
+    last = {max(done, key=lambda key: int(key.split("-")[1]) * (key.split("-")[0] == f"p{i}")) for i in range(2)}
+    for key, made in done.items():
+        if key in last:  # what it was doing when it was killed may be there or not
+            continue
+        number = int(key.split("-")[1])
+        if made[-1] == "cleared":
+            assert key not in known
+        else:
+            assert known[key] == {"status": "finished", "number": number}
+    keys = [key for key, made in done.items() if key in known and made[-1] != "cleared"]
+    values = tq.kv_batch_get(keys, "train", "value")["value"].unbind()
+    assert [row.tolist() for row in values] == [[int(key.split("-")[1])] * 100 for key in keys]
+    tq.close()
+
+
+def test_a_restored_queue_is_as_before_and_restores_again(tmp_path: Path) -> None:
+    started(tmp_path / "queue")
+    keys = [f"k{i}" for i in range(8)]
+    tq.kv_batch_put(keys, "train", fields(8), [{"step": i} for i in range(8)])
+    tq.kv_batch_put(keys[2:5], "train", TensorDict({"score": torch.rand(3)}, batch_size=3))
+    tq.kv_batch_put(["a", "b"], "val", tags=[{"pending": True}, {"pending": False}])
+    tq.kv_put("k3", "train", tag={"step": 33, "seen": [1, 2]})
+    tq.kv_clear(keys[:2], "train")
+    tq.get_client().put(fields(3), partition_id="low-level")
+    before, scores = tq.kv_batch_get(keys[2:], "train"), tq.kv_batch_get(keys[2:5], "train", "score")
+    listed = tq.kv_list()
+    for _ in range(3):
+        tq.close()
+        started(tmp_path / "queue")
+        restored = restore()
+        assert (restored.keys, restored.dropped, restored.keyless, restored.damaged) == (8, 0, 3, ())
+        assert {name: rows for name, rows in tq.kv_list().items() if rows} == {
+            name: rows for name, rows in listed.items() if rows
+        }
+        assert_same(tq.kv_batch_get(keys[2:], "train"), before)
+        assert_same(tq.kv_batch_get(keys[2:5], "train", "score"), scores)
+    meta = tq.kv_batch_put(keys[2:], "train", TensorDict({"reward": torch.arange(6.0)}, batch_size=6))
+    assert tq.kv_batch_get_by_meta(meta, "reward")["reward"].tolist() == [0, 1, 2, 3, 4, 5], "it goes on"
+    tq.kv_clear(keys[2:], "train")
+    tq.close()
+
+
+def test_restore_can_be_a_setting_and_goes_beyond_a_checkpoint(tmp_path: Path) -> None:
+    started(tmp_path / "queue", restore=True)
+    keys = [f"k{i}" for i in range(4)]
+    tq.kv_batch_put(keys, "train", fields(4), [{"status": "running"}] * 4)
+    tq.save_checkpoint(tmp_path / "saved")
+    tq.kv_clear(keys[:2], "train")
+    tq.kv_put("k3", "train", tag={"status": "finished"})
+    tq.kv_put("later", "train", {"prompts": torch.zeros(5, dtype=torch.int64)})
+    tq.close()
+    started(tmp_path / "queue", restore=True)
+    now = {"k2": {"status": "running"}, "k3": {"status": "finished"}, "later": {}}
+    assert tq.kv_list("train")["train"] == now
+    tq.load_checkpoint(tmp_path / "saved")  # as verl does when it resumes
+    assert tq.kv_list("train")["train"] == now
+    assert_same(tq.kv_batch_get(["k2", "k3"], "train"), nested_rows(fields(4), [2, 3]))
+    tq.close()
+
+
+def nested_rows(data: TensorDict, rows: list[int]) -> TensorDict:
+    """These rows as a queue gives them."""
+    out: dict[str, Any] = {}
+    for name in list(data.keys()):
+        some = [rows_of(data[name])[i] for i in rows]
+        if not isinstance(some[0], torch.Tensor):
+            out[name] = NonTensorStack(*some)
+        elif some[0].dim() == 0:
+            out[name] = torch.stack(some)
+        else:
+            out[name] = torch.nested.as_nested_tensor(some, layout=torch.jagged)
+    return TensorDict(out, batch_size=len(rows))
 
 
 def test_a_checkpoint_is_restored_in_a_new_queue_on_a_new_folder(tmp_path: Path) -> None:
@@ -220,11 +289,16 @@ def test_a_checkpoint_is_restored_in_a_new_queue_on_a_new_folder(tmp_path: Path)
     assert_same(tq.kv_batch_get(keys, "train"), before)
     assert sorted(tq.kv_list("train")["train"]) == keys
     tq.close()
-    files = [path.name for path in (tmp_path / "saved").rglob("*") if path.is_file()]
-    assert {"metadata.json", "controller_state.pkl", "blocks.sqlite"} <= set(files)
-    assert [name for name in files if name.endswith(".pkl")] == ["controller_state.pkl"], (
-        "TransferQueue's own, not ours"
-    )
+    for folder in ("first", "second"):  # into the old folder as well, where four of the rows were deleted
+        started(tmp_path / folder)
+        tq.load_checkpoint(tmp_path / "saved")
+        tq.close()
+        started(tmp_path / folder)
+        assert restore().keys == 8 and sorted(tq.kv_list("train")["train"]) == keys, "the journal knows what was loaded"
+        assert_same(tq.kv_batch_get(keys, "train"), before)
+        tq.close()
+    pickles = [path.name for path in (tmp_path / "saved").rglob("*.pkl")]
+    assert pickles == ["controller_state.pkl"], "TransferQueue's own, not ours"
 
 
 def test_a_checkpoint_of_the_controller_alone_finds_the_rows_in_the_folder(tmp_path: Path) -> None:
@@ -233,8 +307,6 @@ def test_a_checkpoint_of_the_controller_alone_finds_the_rows_in_the_folder(tmp_p
     tq.kv_batch_put(keys, "train", fields(8))
     before = tq.kv_batch_get(keys, "train")
     tq.save_checkpoint(tmp_path / "saved", include_storage=False)
-    for pid in units():
-        os.kill(pid, signal.SIGKILL)
     tq.close()
     started(tmp_path / "queue")
     tq.load_checkpoint(tmp_path / "saved")
@@ -242,14 +314,32 @@ def test_a_checkpoint_of_the_controller_alone_finds_the_rows_in_the_folder(tmp_p
     tq.close()
 
 
-def test_another_number_of_units_is_refused(tmp_path: Path) -> None:
-    started(tmp_path / "queue", units=2)
-    tq.save_checkpoint(tmp_path / "saved")
+def test_a_job_that_another_one_replaced_cannot_write(tmp_path: Path) -> None:
+    started(tmp_path / "queue")
+    begin(FolderStorage(tmp_path / "queue"))
+    with pytest.raises(PenstockError, match="another job started on this storage"):
+        tq.kv_put("k", "train", {"x": torch.zeros(3)})
     tq.close()
-    started(tmp_path / "other", units=1)
-    with pytest.raises(Exception, match="penstock-0-of-2"):
-        tq.load_checkpoint(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"storage": "queue"}, "give the absolute path"),
+        ({"storage": None}, "give the absolute path"),
+        ({"storage": "/tmp/q", "num_units": 2}, "unknown num_units"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(PenstockError, match=message):
+        tq.init(OmegaConf.create({"backend": {"storage_backend": "Penstock", "Penstock": settings}}))
     tq.close()
+
+
+def test_one_value_for_all_rows_is_stored_for_each(queue: Path) -> None:
+    data = TensorDict({"agent": NonTensorData("tools", batch_size=(3,)), "x": torch.zeros(3)}, batch_size=3)
+    tq.kv_batch_put(["a", "b", "c"], "train", data)
+    assert tq.kv_batch_get(["a", "c"], "train", "agent")["agent"] == ["tools", "tools"]
 
 
 class Strange:
@@ -260,76 +350,7 @@ def test_what_only_a_pickle_could_hold_is_refused_and_named(queue: Path) -> None
     odd = TensorDict({"thing": NonTensorStack(Strange(), Strange())}, batch_size=2)
     with pytest.raises(PenstockError, match=r"thing\[0\]: a .*Strange"):
         tq.kv_batch_put(["a", "b"], "train", odd)
+    with pytest.raises(PenstockError, match=r"tags\[0\]\['who'\]: a .*Strange"):
+        tq.kv_put("a", "train", tag={"who": Strange()})
     files = b"".join(path.read_bytes() for path in queue.rglob("*") if path.is_file())
     assert b"\x80\x04\x95" not in files and b"\x80\x05\x95" not in files, "no pickle in our files"
-
-
-# ------------------------------------------------------------------ verl
-
-
-def verl_config(folder: Path) -> Any:
-    """verl's own settings for training, with the two words of the page on the command line."""
-    import verl
-    from hydra import compose, initialize_config_dir
-
-    words = [
-        "transfer_queue.backend.storage_backend=Penstock",
-        f"+transfer_queue.backend.Penstock.folder={folder}",
-    ]
-    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
-        return compose("ppo_trainer", overrides=words)
-
-
-def test_verl_knows_the_backend_once_it_is_imported() -> None:
-    program = (
-        "from tests.upstream import conftest\nimport verl\n"
-        "from transfer_queue.storage.managers.base import StorageManagerFactory as factory\n"
-        "print('Penstock' in factory._registry)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "True"
-
-
-def put_prompts(uids: list[str], scores: dict[str, list[float]]) -> None:
-    """What verl's agent loop puts: prompts with their state, and one row for each trajectory of a prompt."""
-    tq.kv_batch_put(
-        uids,
-        "train",
-        TensorDict({"raw_prompt": NonTensorStack(*[[{"role": "user", "content": uid}] for uid in uids])}, len(uids)),
-        [{"is_prompt": True, "status": "finished", "global_steps": 1} for _ in uids],
-    )
-    for uid in uids:
-        keys = [f"{uid}_0_{i}" for i in range(len(scores[uid]))]
-        rewards = torch.tensor(scores[uid])
-        data = fields(len(keys)).exclude("reward")
-        data["rm_scores"] = torch.nested.as_nested_tensor(list(rewards.unsqueeze(1)), layout=torch.jagged)
-        tags = [{"status": "success", "seq_len": 8, "global_steps": 1} for _ in keys]
-        tq.kv_batch_put(keys, "train", data, tags)
-
-
-def test_verls_replay_buffer_samples_filters_and_clears(tmp_path: Path) -> None:
-    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
-
-    config = verl_config(tmp_path / "queue")
-    tq.init(config.transfer_queue)
-    refilled: list[int] = []
-    buffer = ReplayBuffer(
-        trainer_mode="sync",
-        trainer_config=config.trainer,
-        max_off_policy_threshold=None,
-        max_off_policy_strategy="drop",
-        sampler_kwargs=OmegaConf.create({}),
-        poll_interval=0.1,
-        refill_fn=refilled.append,
-        filter_groups_metric="reward",
-        train_batch_size=4,
-        gen_batch_size=1,
-    )
-    put_prompts(["a", "b", "c"], {"a": [0.0, 1.0], "b": [1.0, 1.0], "c": [1.0, 0.0]})
-    batch, _ = buffer.sample(global_steps=1, partition_id="train", batch_size=2)
-    assert sorted(batch.keys) == ["a_0_0", "a_0_1", "c_0_0", "c_0_1"], "no signal in b: it is filtered"
-    data = tq.kv_batch_get(batch.keys, "train", ["input_ids", "rm_scores", "uid"])
-    assert data["input_ids"].is_nested and [float(row.sum()) for row in data["rm_scores"].unbind()].count(1.0) == 2
-    tq.kv_clear(batch.keys, "train")
-    assert not (tq.kv_list("train") or {}).get("train")
-    tq.close()

@@ -3,6 +3,7 @@
   penstock view runs/demo                                     the last finished step
   penstock view runs/demo --tokenizer models/tiny             show text instead of token ids
   penstock view runs/demo --step 12 --html step12.html        one file to share; --sample for one sample of it
+  penstock view /data/queue                                   the storage of a TransferQueue: prints its first rows
 
 The page is served on 127.0.0.1 only, needs the token in the printed URL, and is read-only.
 """
@@ -57,6 +58,11 @@ def port(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    from penstock.integrations.transfer_queue.rows_table import is_queue, queue_lines
+
+    if is_queue(args.folder):
+        print("\n".join(queue_lines(args.folder)))
+        return 0
     folder = export_folder(args.folder, args.keys)
     library = open_library({folder.name or "run": folder}, args)
     if args.html is None:

@@ -147,6 +147,13 @@ def assemble(header: bytes, head: list[Buffer], body: list[Buffer]) -> list[Buff
     return [checked + front_hash + front, *body]
 
 
+def wrap(header: bytes, body: list[Buffer]) -> list[Buffer]:
+    """Build a frame whose content is not samples, in pieces to be joined. `split` and a scan of a storage read it;
+    `decode` rejects it.
+    """
+    return assemble(header, [], body)
+
+
 def join(pieces: Sequence[Buffer]) -> memoryview:
     """Join pieces in memory from numpy, which uses huge pages for large blocks. `bytes.join` spends more time on new
     pages than on copying.

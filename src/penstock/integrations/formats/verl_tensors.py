@@ -35,15 +35,18 @@ _SCORES = ("rm_scores", "token_level_scores")
 _DERIVED = ("input_ids", "position_ids", "attention_mask", "prompts", "responses", "response_mask", "loss_mask")
 _TEXT = {"uid": "group", "data_source": "env", "sample_id": "id"}
 _VERSION = "min_global_steps"
+_TEMPERATURE = "temperature"
+"""One for the batch, in `DataProto.meta_info`, or one per row. 0 means that nothing was sampled: it is not read."""
 _HOLDS = {
     "input_ids": "token_ids",
     "response_mask": "loss_mask",
     "rm_scores": "rewards",
     "routed_experts": "routed_experts",
+    _TEMPERATURE: "temperatures",
     **_ALONG,
     **_TEXT,
 }
-_READ = (*_DERIVED, *_ALONG, *_SCORES, *_TEXT, _VERSION, "routed_experts")
+_READ = (*_DERIVED, *_ALONG, *_SCORES, *_TEXT, _VERSION, _TEMPERATURE, "routed_experts")
 
 
 def from_verl(batch: Any, *, lost: Lost | None = None, where: str = "batch") -> list[Sample]:
@@ -55,9 +58,13 @@ def from_verl(batch: Any, *, lost: Lost | None = None, where: str = "batch") -> 
     ([5, 6], [False, True], 1.0, '17')
     """
     fields = _fields(batch)
+    rows = len(fields.get("responses", ()))
+    if _TEMPERATURE in fields:
+        fields[_TEMPERATURE] = np.broadcast_to(np.asarray(fields[_TEMPERATURE], np.float32).reshape(-1), rows)
     if lost is not None:
-        rows = len(fields.get("responses", ()))
         lost.unread.update({name: rows for name in fields if name not in _READ})
+        if (greedy := int((fields.get(_TEMPERATURE, np.ones(1)) <= 0).sum())) > 0:
+            lost.unread[_TEMPERATURE] += greedy
     flat = next((name for name in fields if np.ndim(fields[name]) == 0 or not hasattr(fields[name], "__len__")), None)
     if flat is not None:
         raise InvalidInput(f"{where}: {flat} is a single value; a batch has one per sample")
@@ -111,6 +118,9 @@ def _columns(samples: Sequence[Sample], fill: _Padded) -> dict[str, Array]:
             batch[name] = fill.behind([_filled(sample, ours) for sample in samples], np.float32)
     if all("rewards" in sample and sample.loss_tokens and not np.isnan(sample["rewards"]).any() for sample in samples):
         batch["rm_scores"] = fill.behind([_scores(sample) for sample in samples], np.float32)
+    temperatures = [_once(_filled(s, "temperatures"), s.loss_mask) for s in samples if "temperatures" in s]
+    if len(temperatures) == len(samples) and all(one is not None and not one.ndim for one in temperatures):
+        batch[_TEMPERATURE] = np.array(temperatures, np.float32)
     experts = [sample["routed_experts"] for sample in samples if "routed_experts" in sample]
     if len(experts) == len(samples) and len({cells.shape[1:] for cells in experts}) == 1:
         batch["routed_experts"] = fill.whole(experts, np.result_type(*experts))
@@ -161,7 +171,9 @@ def _fields(batch: Any) -> dict[str, Any]:
     """Return tensors and texts by name. A DataProto holds them in two parts."""
     if hasattr(batch, "non_tensor_batch"):
         tensors = {} if batch.batch is None else dict(batch.batch.items())
-        return {**tensors, **batch.non_tensor_batch}
+        whole = getattr(batch, "meta_info", None) or {}
+        given = {_TEMPERATURE: whole[_TEMPERATURE]} if whole.get(_TEMPERATURE) is not None else {}
+        return {**given, **tensors, **batch.non_tensor_batch}
     return dict(batch.items())
 
 
@@ -187,6 +199,8 @@ def _row(fields: Mapping[str, Any], i: int, where: str) -> Sample:
     columns["advantages"] = _once(columns.get("advantages"), columns["loss_mask"])
     scores = next((_cells(fields[name], i)[along] for name in _SCORES if name in fields), None)
     columns["rewards"] = None if scores is None else _reward(_behind(scores, start, np.float32))
+    if _TEMPERATURE in fields and fields[_TEMPERATURE][i] > 0:
+        columns["temperatures"] = fields[_TEMPERATURE][i]
     if "routed_experts" in fields:
         columns["routed_experts"] = _cells(fields["routed_experts"], i)[first : width + count]
     facts: dict[str, Any] = {ours: str(fields[name][i]) for name, ours in _TEXT.items() if name in fields}
@@ -218,7 +232,7 @@ def _behind(values: Array, start: int, dtype: Any) -> Array:
 
 
 def _once(values: Array | None, mask: Array) -> Array | None:
-    """Return one advantage if all trained tokens have the same."""
+    """Return one value if all trained tokens have the same."""
     if values is None or not mask.any():
         return values
     one = values[mask][:1].reshape(())

@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 
 from penstock.arrays import offsets_of
 from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames import Buffer
-from penstock.integrations.transfer_queue.column_store import Cells
 
 VALUE = "value"
 """The kind of a cell that is not a tensor."""
@@ -29,59 +29,71 @@ _NUMBERS = "biufc"
 _MAX_DEPTH = 32
 
 
-def cells_of(name: str, values: Any) -> tuple[Cells, Buffer]:
-    """Encode a column with one value per row: a tensor [rows, ...] or a sequence of values."""
+class Cell(msgspec.Struct, frozen=True, array_like=True):
+    """Describes one encoded value."""
+
+    kind: str
+    """Dtype of a tensor, or `VALUE`."""
+    shape: tuple[int, ...]
+    size: int
+    checksum: int
+    """XXH3 of its bytes."""
+    is_ragged: bool = False
+    """Whether it is a row of a nested tensor."""
+
+
+def cells_of(name: str, values: Any, rows: int) -> tuple[list[Cell], list[Buffer]]:
+    """Encode a column of a TensorDict: a tensor [rows, ...], a nested tensor, a list of one value per row, or one value
+    that all rows share. Returns a description and the bytes of each row.
+    """
     import torch
 
-    if isinstance(values, torch.Tensor) and not values.is_nested:
-        data = _bytes_of(values)
-        count = max(len(values), 1)
-        return Cells(
-            name=name,
-            kinds=(_kind(values),),
-            shapes=(tuple(values.shape[1:]),),
-            sizes=(len(data) // count,),
-        ), data
-    rows = list(values.unbind()) if isinstance(values, torch.Tensor) else list(values)
-    kinds, shapes, pieces = [], [], []
-    for i, value in enumerate(rows):
+    is_ragged = isinstance(values, torch.Tensor) and values.is_nested
+    if isinstance(values, torch.Tensor):
+        items: Sequence[Any] = values.unbind()
+    else:
+        is_list = isinstance(values, list) or (isinstance(values, np.ndarray) and values.ndim > 0)
+        items = list(values) if is_list and len(values) == rows else [values] * rows
+    cells, pieces = [], []
+    for i, value in enumerate(items):
         is_tensor = isinstance(value, torch.Tensor) and not value.is_nested
-        kinds.append(_kind(value) if is_tensor else VALUE)
-        shapes.append(tuple(value.shape) if is_tensor else ())
-        pieces.append(_bytes_of(value) if is_tensor else msgspec.msgpack.encode(_plain(value, f"{name}[{i}]")))
-    sizes = tuple(len(piece) for piece in pieces)
-    return Cells(name=name, kinds=_one(kinds), shapes=_one(shapes), sizes=_one(sizes)), b"".join(pieces)
+        data = _bytes_of(value) if is_tensor else encode_value(value, f"{name}[{i}]")
+        kind, shape = (_kind(value), tuple(value.shape)) if is_tensor else (VALUE, ())
+        cells.append(Cell(kind, shape, len(data), xxhash.xxh3_64_intdigest(data), is_ragged))
+        pieces.append(data)
+    return cells, pieces
 
 
-def values_of(cells: Cells, data: Buffer, rows: int) -> Any:
-    """Decode what `cells_of` encoded, in the form of TransferQueue's own backend: numbers stacked, tensors nested."""
+def values_of(cells: Sequence[Cell], data: Any) -> Any:
+    """Decode a column whose bytes are concatenated in a numpy array of uint8, in the form of TransferQueue's own
+    backend: numbers stacked, tensors nested. Tensors are views of `data`.
+    """
     import torch
     from tensordict.tensorclass import NonTensorStack
 
-    if len(cells.kinds) == 1 and cells.kinds[0] != VALUE:
-        return _tensors(cells, data, rows)
-    ends = offsets_of(cells.all_sizes(rows)).tolist()
-    kinds = cells.kinds * rows if len(cells.kinds) == 1 else cells.kinds
-    shapes = cells.shapes * rows if len(cells.shapes) == 1 else cells.shapes
-    view = memoryview(data)
+    ends = offsets_of([cell.size for cell in cells]).tolist()
+    for i, cell in enumerate(cells):
+        if xxhash.xxh3_64_intdigest(data[ends[i] : ends[i + 1]]) != cell.checksum:
+            raise CorruptFrame(
+                f"row {i}: its checksum differs; the row was cleared meanwhile, or its bytes are damaged"
+            )
+    if len({cell.kind for cell in cells}) == 1 and cells[0].kind != VALUE:
+        return _tensors([cell.shape for cell in cells], _flat(data, cells[0].kind))
     out = []
-    for i in range(rows):
-        piece = view[ends[i] : ends[i + 1]]
-        is_value = kinds[i] == VALUE
-        out.append(_value(piece) if is_value else _flat(piece, kinds[i]).reshape(shapes[i]))
+    for i, cell in enumerate(cells):
+        piece = data[ends[i] : ends[i + 1]]
+        out.append(decode_value(piece) if cell.kind == VALUE else _flat(piece.copy(), cell.kind).reshape(cell.shape))
     if all(isinstance(value, torch.Tensor) for value in out):
         return _packed(out)
     return NonTensorStack(*out)
 
 
-def _tensors(cells: Cells, data: Buffer, rows: int) -> Any:
-    """Decode rows of one dtype: copies the bytes once and returns views."""
+def _tensors(shapes: Sequence[tuple[int, ...]], flat: Any) -> Any:
+    """Return rows of one dtype as views of their concatenated values."""
     import torch
 
-    flat = _flat(data, cells.kinds[0])
-    if len(cells.shapes) == 1 and not cells.shapes[0]:
+    if not any(shapes):
         return flat
-    shapes = cells.shapes * rows if len(cells.shapes) == 1 else cells.shapes
     if all(shape and shape[1:] == shapes[0][1:] for shape in shapes) and flat.numel():
         offsets = torch.from_numpy(offsets_of([shape[0] for shape in shapes]))
         return torch.nested.nested_tensor_from_jagged(flat.reshape(-1, *shapes[0][1:]), offsets)
@@ -123,8 +135,8 @@ def _bytes_of(tensor: Any) -> Buffer:
     return memoryview(flat.view(torch.uint8).numpy())
 
 
-def _flat(data: Buffer, kind: str) -> Any:
-    """Decode a tensor [n] that owns its bytes."""
+def _flat(data: Any, kind: str) -> Any:
+    """Return bytes, as a numpy array of uint8, as a tensor [n]: a view of them."""
     import torch
 
     if kind not in _DTYPES:
@@ -134,7 +146,7 @@ def _flat(data: Buffer, kind: str) -> Any:
         raise CorruptFrame(f"cell of {kind}: {len(data)} bytes")
     if not len(data):
         return torch.empty(0, dtype=dtype)
-    return torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(dtype)
+    return torch.from_numpy(data).view(dtype)
 
 
 # ------------------------------------------------------------------ other values
@@ -142,12 +154,18 @@ def _flat(data: Buffer, kind: str) -> Any:
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
     """Convert a value to msgpack's types. Other types become extension types (`_mark`)."""
-    if value is None or isinstance(value, bool | float | str | bytes):
+    if value is None or type(value) in (bool, float, str, bytes):
         return value
+    if isinstance(value, str):  # numpy's, or an enum: kept as the text it is
+        return "".join(value)
+    if isinstance(value, bytes):
+        return bytes(value)
     if isinstance(value, int):
         if not -(1 << 63) <= value < 1 << 64:
             raise InvalidInput(f"{where}: {value}; must fit 64 bits")
-        return value
+        return int(value)
+    if isinstance(value, float) and not isinstance(value, np.generic):
+        return float(value)
     if depth > _MAX_DEPTH:
         raise InvalidInput(f"{where}: nested more than {_MAX_DEPTH} levels deep")
     if isinstance(value, dict):
@@ -167,11 +185,9 @@ def _array(value: Any, where: str, depth: int) -> Any:
     if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in _NUMBERS:
         code = _ARRAY if isinstance(value, np.ndarray) else _SCALAR
         return _mark(code, [value.dtype.str, list(value.shape), value.tobytes()])
-    if isinstance(value, np.ndarray) and value.dtype.kind in "OU":
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OUS":
         items = [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value.ravel().tolist())]
         return _mark(_OBJECTS, [list(value.shape), items])
-    if isinstance(value, np.str_):
-        return str(value)
     kind = f"{type(value).__module__}.{type(value).__name__}"
     raise InvalidInput(f"{where}: a {kind}; give tensors, arrays, numbers, text, bytes, lists, tuples or dicts of them")
 
@@ -179,14 +195,19 @@ def _array(value: Any, where: str, depth: int) -> Any:
 def _key(key: Any, where: str) -> str | int:
     if not isinstance(key, str | int) or isinstance(key, bool):
         raise InvalidInput(f"{where}: key {key!r:.40}; must be text or a whole number")
-    return key
+    return "".join(key) if isinstance(key, str) else int(key)
 
 
 def _mark(code: int, content: list[Any]) -> msgspec.msgpack.Ext:
     return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(content))
 
 
-def _value(data: Buffer) -> Any:
+def encode_value(value: Any, where: str) -> bytes:
+    """Encode a value that is not a tensor. `where` names it in errors."""
+    return msgspec.msgpack.encode(_plain(value, where))
+
+
+def decode_value(data: Any) -> Any:
     try:
         return msgspec.msgpack.decode(data, ext_hook=_unmark)
     except CorruptFrame:
@@ -201,7 +222,7 @@ def _unmark(code: int, data: memoryview) -> Any:
         return tuple(content)
     if code == _TENSOR:
         kind, shape, raw = content
-        return _flat(raw, kind).reshape(shape)
+        return _flat(np.frombuffer(raw, np.uint8).copy(), kind).reshape(shape)
     if code in (_ARRAY, _SCALAR):
         dtype, shape, raw = content
         if np.dtype(dtype).kind not in _NUMBERS:
@@ -215,8 +236,3 @@ def _unmark(code: int, data: memoryview) -> Any:
             objects[i] = item
         return objects.reshape(shape)
     raise CorruptFrame(f"value: unknown extension type {code}")
-
-
-def _one(values: Sequence[Any]) -> tuple[Any, ...]:
-    """Return one value if all are equal."""
-    return (values[0],) if values and all(value == values[0] for value in values) else tuple(values)
