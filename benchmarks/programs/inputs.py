@@ -56,6 +56,7 @@ CASES = {
     "ragged": Case(name="ragged", is_ragged=True),
     "router": Case(name="router", has_experts=True),
     "router-small": Case(name="router-small", has_experts=True, groups=8),
+    "small": Case(name="small", groups=64, tokens=512),
     "tiny-text": Case(name="tiny-text", is_ragged=True, groups=2, tokens=32),
     "tiny": Case(name="tiny", is_ragged=True, has_experts=True, groups=2, tokens=32),
 }
