@@ -17,5 +17,6 @@ from penstock.capture.turn import TURN_COLUMNS as TURN_COLUMNS
 from penstock.capture.turn import Turn as Turn
 from penstock.capture.verifiers import SAMPLER_TOPK as SAMPLER_TOPK
 from penstock.capture.verifiers import ImageLookup as ImageLookup
+from penstock.capture.verifiers import failure_of as failure_of
 from penstock.capture.verifiers import from_verifiers as from_verifiers
 from penstock.capture.verifiers import is_silent as is_silent

@@ -15,6 +15,7 @@ An episode's traces are independent: one whose agent never got a turn, or that t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -89,9 +90,9 @@ def _episode_fields(episode: Any) -> dict[str, Any]:
         "policy_version": field_of(policy, "start", None),
         "info": {name: value for name, value in info.items() if value is not None},
     }
-    errors = optional_list(episode, "errors", f"episode {field_of(episode, 'id', '')!r}")
-    if errors and not field_of(episode, "ok", False):
-        found["error"] = _message(errors[-1])
+    failure = failure_of(episode, f"episode {field_of(episode, 'id', '')!r}")
+    if failure is not None:
+        found["error"] = failure
     return found
 
 
@@ -162,14 +163,39 @@ def _outcome(trace: Any, where: str) -> dict[str, Any]:
         "metrics": {key: value for key, value in metrics.items() if value is not None},
         "seconds": _seconds(field_of(field_of(trace, "timing", None), "agent", None)),
     }
-    if not field_of(trace, "ok", True):
-        errors = optional_list(trace, "errors", where)
-        outcome["error"] = _message(errors[-1]) if errors else f"not completed ({stop or 'no stop condition'})"
-    return outcome
+    return {**outcome, "error": failure_of(trace, where)}
+
+
+def failure_of(record: Any, where: str = "trace") -> str | None:
+    """Return why a trace or an episode failed, or None.
+
+    If its last model call failed, that is the reason: a harness that dies of it reports only its own traceback. An
+    episode that is not ok has no failure of its own if only one of its traces failed.
+    """
+    is_trace = field_of(record, "traces", None) is None
+    if field_of(record, "ok", is_trace):
+        return None
+    errors, calls = optional_list(record, "errors", where), optional_list(record, "calls", where)
+    failed = field_of(calls[-1], "error", None) if calls else None
+    if failed is not None:
+        return _message(failed)
+    if errors:
+        return _message(errors[-1])
+    return f"not completed ({field_of(record, 'stop_condition', None) or 'no stop condition'})" if is_trace else None
+
+
+_PREFIX = re.compile(r"[^\n]{0,80}? exited -?\d+: |[^\n]{0,80}?\(exit -?\d+\): ")
+"""What verifiers puts before the output of a harness that failed."""
 
 
 def _message(error: Any) -> str:
-    return f"{field_of(error, 'type', 'error')}: {field_of(error, 'message', '')}"[:500]
+    """Return an error in one line. Of output that ends in a traceback, the last line says what happened."""
+    text = str(field_of(error, "message", "")).strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if len(lines) > 1 and any("line " in line for line in lines):
+        before = _PREFIX.match(text)
+        text = f"{before[0] if before else ''}{lines[-1]}"
+    return f"{field_of(error, 'type', 'error')}: {text}"[:500]
 
 
 def _temperatures(trace: Any, where: str) -> dict[int, float | None]:
