@@ -122,7 +122,10 @@ def _opened(schema: Any) -> Any:
 
 
 def _look(name: str, summary: str, problem: Any) -> dict[str, Any]:
-    answers = {"200": _answer(summary, {"type": "object", "additionalProperties": True}), "401": _answer(_OWN[401], problem)}
+    answers = {
+        "200": _answer(summary, {"type": "object", "additionalProperties": True}),
+        "401": _answer(_OWN[401], problem),
+    }
     return {"get": {"operationId": name, "summary": summary, "responses": answers}}
 
 

@@ -41,13 +41,12 @@ from penstock.integrations.environments.verifiers_env import (
     model_context,
     tasks_of,
 )
+from penstock.integrations.formats.verifiers_traces import SAMPLE
 
-__all__ = ["TRACES_FILE", "Environment", "Rollouts", "Tally"]
+__all__ = ["SAMPLE", "TRACES_FILE", "Environment", "Rollouts", "Tally"]
 
 TRACES_FILE = "traces.jsonl"
 """verifiers' name for it in a results folder."""
-SAMPLE = "penstock_sample"
-"""Key in a trace's `info`: the prefix of its samples' ids."""
 _FAILED = "rollout failed"
 _SILENT = "agent without a message"
 _DROPPED = "dropped by the environment"
