@@ -12,13 +12,14 @@ import msgspec
 import numpy as np
 import pytest
 import verifiers.v1 as vf
+from verifiers.v1.errors import HarnessError
 from verifiers.v1.graph import prepare_turn
 from verifiers.v1.serve.encoding import msgpack_encoder
 from verifiers.v1.types import AssistantMessage, Response, SamplingMask, TurnTokens, UserMessage
 
 import penstock as ps
 from penstock.arrays import ImageSpan, Sample
-from penstock.capture import SAMPLER_TOPK, Trajectory, from_verifiers
+from penstock.capture import SAMPLER_TOPK, Trajectory, failure_of, from_verifiers
 from penstock.convert import to_samples
 from penstock.errors import InvalidInput
 
@@ -264,6 +265,18 @@ def test_a_failed_trace_keeps_its_tokens_and_trains_nothing() -> None:
     assert sorted(s.token_ids.tolist() for s in samples) == [tokens for tokens, _, _ in views(trace)]
     assert sum(s.loss_tokens for s in samples) == 0
     assert any(s["logprobs"].any() for s in samples)
+
+
+def test_the_reason_is_what_the_harness_said_last_not_where() -> None:
+    trace = branching_trace()
+    tail = 'lib/python3.11/asyncio/runners.py", line 984, in main\n    raise\nopenai.BadRequestError: no tools here\n'
+    trace.record_error(HarnessError(f"harness 'bash' exited 1: {tail}"))
+    [rollout] = from_verifiers(trace)
+    assert rollout.error == "HarnessError: harness 'bash' exited 1: openai.BadRequestError: no tools here"
+    # The model call that failed is the cause, and the harness's own words are only its consequence.
+    error = {"type": "NotImplementedError", "message": "DefaultRenderer does not support tools"}
+    record_ = {**trace.model_dump(), "calls": [{"node": None, "error": error}]}
+    assert failure_of(record_) == "NotImplementedError: DefaultRenderer does not support tools"
 
 
 def test_traces_of_agents_that_are_not_trained_are_left_out() -> None:

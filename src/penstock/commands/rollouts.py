@@ -121,6 +121,10 @@ def _add_verifiers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the environment")
     parser.add_argument("--seed", type=int, help="of the order of tasks; default: another order each time")
     parser.add_argument("--evaluation", action="store_true", help="record the groups and never train them")
+    parser.add_argument("--drop-truncated", action="store_true", help="do not train rollouts that a limit ended")
+    parser.add_argument(
+        "--drop-zero-variance", action="store_true", help="do not put groups whose rollouts all have the same reward"
+    )
     parser.add_argument("--assets", type=Path, metavar="DIR", help="the run's asset store, where messages have images")
     parser.add_argument(
         "--image-model",
@@ -163,8 +167,10 @@ def _print_tally(args: argparse.Namespace, tally: Tally) -> None:
 
 
 def _rollouts(args: argparse.Namespace) -> Rollouts:
+    from penstock.convert import Truncated, ZeroVariance
     from penstock.integrations.environments.verifiers_rollouts import Environment, Rollouts
 
+    chosen = ((Truncated(), args.drop_truncated), (ZeroVariance(), args.drop_zero_variance))
     settings = Given()
     for text in args.set:
         settings.assign(text)
@@ -175,6 +181,7 @@ def _rollouts(args: argparse.Namespace) -> Rollouts:
         environment=Environment(name=args.env, settings=settings.tables, runtime=args.runtime, server=args.server),
         sampling={name: value for name, value in sampling.items() if value is not None},
         evaluation=args.evaluation,
+        filters=tuple(each for each, wanted in chosen if wanted),
         traces=args.traces,
         images=_images(args.assets, args.image_model),
         **{name: getattr(args, name) for name in names},

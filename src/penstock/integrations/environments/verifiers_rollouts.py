@@ -149,6 +149,9 @@ class Rollouts:
         if self.groups is not None and self.groups < 1:
             raise ConfigError(f"groups: {self.groups}; must be at least 1, or None for no end")
 
+        if self.evaluation and self.filters:
+            raise ConfigError(f"filters: {len(self.filters)}; leave them out, evaluation keeps all rollouts")
+
     def run(self, plane: Plane, tally: Tally | None = None) -> Tally:
         """Run `arun` in a new event loop. Ends after the last group, or at an interrupt."""
         return asyncio.run(self.arun(plane, tally))
