@@ -180,7 +180,7 @@ def test_an_agent_that_never_spoke_is_left_out_alone() -> None:
     episode = record()
     episode["traces"].insert(0, {**copy.deepcopy(episode["traces"][0]), "id": "silent", "nodes": [], "calls": []})
     assert [rollout.id for rollout in from_verifiers(episode)] == ["trace-two_turns"]
-    with pytest.raises(InvalidInput, match="trace 'silent'.nodes: empty"):
+    with pytest.raises(InvalidInput, match=r"trace 'silent'.nodes: empty"):
         from_verifiers(episode["traces"][0])
 
 

@@ -57,7 +57,7 @@ def test_a_harbor_trial_has_its_reward_beside_it(tmp_path: Path) -> None:
     [sample] = read_samples(str(path), Lost())
     assert float(sample["rewards"]) == 1.0
     (tmp_path / "verifier" / "reward.txt").write_text("none")
-    with pytest.raises(InvalidInput, match="reward.txt: 'none'; must be a number"):
+    with pytest.raises(InvalidInput, match=r"reward.txt: 'none'; must be a number"):
         list(read_samples(str(path), Lost()))
 
 

@@ -159,7 +159,7 @@ def test_fields_of_prime_rl_stand_where_it_has_them() -> None:
 @pytest.mark.parametrize("name", ["rollouts", "batches"])
 def test_the_folder_of_a_trainer_is_found_by_either_name(tmp_path: Path, name: str) -> None:
     (tmp_path / "outputs" / name).mkdir(parents=True)
-    columns = {"token_ids": [5, 6], "loss_mask": [0, 1], "logprobs": [0, -0.5], "advantages": 1.0}
+    columns: dict[str, Any] = {"token_ids": [5, 6], "loss_mask": [0, 1], "logprobs": [0, -0.5], "advantages": 1.0}
     (tmp_path / "in.penstock").write_bytes(ps.encode([ps.Sample(id="a", env="math", **columns)]))
     convert_files([f"{tmp_path}/in.penstock"], f"{tmp_path}/outputs", target="prime-rl")
     assert (tmp_path / "outputs" / name / "step_1" / "rank_0.bin").is_file()

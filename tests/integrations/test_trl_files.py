@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
@@ -14,7 +15,12 @@ import penstock as ps
 from penstock.integrations.formats.file_formats import convert_files, read_samples
 from penstock.integrations.formats.lost import Lost
 
-COLUMNS = {"token_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "logprobs": [0, -0.5, -0.25], "advantages": 1.0}
+COLUMNS: dict[str, Any] = {
+    "token_ids": [5, 6, 7],
+    "loss_mask": [0, 1, 1],
+    "logprobs": [0, -0.5, -0.25],
+    "advantages": 1.0,
+}
 
 
 def test_lines_with_rewards_of_nan_are_read(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """Read verifiers episodes and traces: a graph of messages, each with the tokens it added.
 
-Takes the objects of the `verifiers` package (0.4.0 and the pre-releases of 0.4.1), their `model_dump()`, what comes off
-its msgpack wire (arrays as `__nd__` mappings) and `to_record()` JSON. Prefer the objects or `model_dump(mode="python")`:
-a record rounds log-probabilities to four decimals unless made with `to_record(float_decimals=None)`, and leaves out
-routed experts, sampling masks and the sampler's top-k. The package itself is not imported.
+Takes the objects of the `verifiers` package (0.4.0, and 0.4.1 by its pre-releases), their `model_dump()`, what comes
+off its msgpack wire (arrays as `__nd__` mappings) and `to_record()` JSON. Prefer the objects or
+`model_dump(mode="python")`: a record rounds log-probabilities to four decimals unless made with
+`to_record(float_decimals=None)`, and leaves out routed experts, sampling masks and the sampler's top-k. The package
+itself is not imported.
 
 One trace becomes one trajectory; a path through its graph becomes one sample. If the harness did not continue from a
 compaction attempt, the tokens that no other path shares are left out, as verifiers itself leaves that path out of
@@ -59,8 +60,8 @@ def from_verifiers(record: Any, *, images: ImageLookup | None = None, **fields: 
 
     Traces without a message, and those that the environment dropped, are left out. `images` looks an image up by the
     URL in its message; needed only where a trace holds image tokens. `fields` overrides fields of `Trajectory`. The
-    group, task and episode of a trace are in its `info`. The sampler's top-k, if recorded, is in `SAMPLER_TOPK`: declare
-    these columns where the plane is opened.
+    group, task and episode of a trace are in its `info`. The sampler's top-k, if recorded, becomes the columns
+    `SAMPLER_TOPK`: declare them where the plane is opened.
     """
     if field_of(record, "traces", None) is None:
         return [_trajectory(record, images, fields)]

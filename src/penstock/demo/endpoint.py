@@ -369,7 +369,8 @@ def byte_tokenizer() -> Any:
     found = Tokenizer(BPE({character: i for i, character in enumerate(alphabet)}, []))
     found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     found.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=found, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    made = PreTrainedTokenizerFast(tokenizer_object=found, **named)
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     made.add_tokens(list(_QWEN_TOKENS))
     made.chat_template = _QWEN_TEMPLATE

@@ -52,7 +52,7 @@ class GuardedProtocol(H11Protocol):
         self.guard.waiting.pop(self, None)
         self._deadline = _cancelled(self._deadline)
 
-    def send_400_response(self, msg: str) -> None:
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - the reason is the same each time
         """Answer bytes that are no HTTP request, in the form of all other answers."""
         self.transport.write(MALFORMED)
         self.transport.close()

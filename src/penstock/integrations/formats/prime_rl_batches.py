@@ -3,8 +3,9 @@
     outputs/rollouts/step_1/rank_0.bin     msgpack: a list of micro-batches, each an array by position
 
 prime-rl trainers with `rollout_transport = "filesystem"` wait for these files. Since late August 2026 the folder
-`rollouts` is called `batches`; give the trainer's output folder, and the one that is there is used. The layout is that of September 2026. Fields were only ever appended and readers ignore
-unknown trailing ones, so earlier trainers read the same files.
+`rollouts` is called `batches`: give the trainer's output folder, and the one in it is used. The layout is that of
+September 2026. Fields were only ever appended and readers ignore unknown trailing ones, so earlier trainers read the
+same files.
 
 The trainer treats a file differently from Penstock in two respects, and the writer handles both. Padding is part of the
 last sequence. Weights of the cross-entropy and reference terms count wherever they are not zero, regardless of the loss

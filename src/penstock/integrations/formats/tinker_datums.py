@@ -186,8 +186,8 @@ def from_datums(datums: Iterable[Datum], *, ids: Sequence[str] | None = None) ->
     """Convert datums of text back to samples, named by `ids`, by their provenance, or by their number.
 
     Tokens are trained where the spans say sampled; without spans where `mask` (the cookbook's) is not 0; without a mask
-    where weights are not 0; without weights where log-probabilities or advantages are not 0. Weights other than 1 become
-    `ce_weights`, and the mode is sft.
+    where weights are not 0; without weights where log-probabilities or advantages are not 0. Weights other than 1
+    become `ce_weights`, and the mode is sft.
     """
     require("from_datums", "tinker")
     rows = list(datums)

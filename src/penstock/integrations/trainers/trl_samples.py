@@ -1,9 +1,9 @@
 """Convert TRL's rollout samples, the input of its asynchronous GRPO trainer, in memory and as JSON lines.
 
 TRL keeps them in a queue and has no file format. A line here is `dataclasses.asdict` of a `RolloutSample`. It has one
-advantage per sample, needs log-probabilities, and trains every completion token by policy gradient with weight 1. Samples
-that ask for anything else cannot be written. A reward of NaN, which TRL gives to completions that were not scored, is no
-reward.
+advantage per sample, needs log-probabilities, and trains every completion token by policy gradient with weight 1.
+Samples that ask for anything else cannot be written. A reward of NaN, which TRL gives to completions that were not
+scored, is read as none.
 """
 
 from __future__ import annotations
