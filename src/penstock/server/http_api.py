@@ -1,7 +1,7 @@
 """The HTTP API: producers in other languages or in sandboxes put groups and read the ledger.
 
-    POST /v1/groups     a group as JSON, or a frame, also as gzip: 201 if it is new and durable, 200 if the plane already
-                        had it
+    POST /v1/groups     a group as JSON, or a frame, or gzip of one: 201 if it is new and durable, 200 if the plane
+                        already had it
     GET  /v1/status     what `plane.status()` returns;  GET /v1/ledger  its ledger
     GET  /openapi.json  the OpenAPI description, without a token
 

@@ -44,11 +44,7 @@ def from_atif(record: Any, *, lost: Lost | None = None, **fields: Any) -> list[T
     where = f"trajectory {name!r}"
     if not str(field_of(record, "schema_version", "")).startswith("ATIF-v1."):
         raise InvalidInput(f"{where}.schema_version: {field_of(record, 'schema_version')!r:.40}; must be ATIF-v1.N")
-    calls = [
-        call
-        for i, step in enumerate(list_of(record, "steps", where))
-        if (call := _call(step, f"{where} steps[{i}]", lost))
-    ]
+    calls = [call for step in list_of(record, "steps", where) if (call := _call(step, lost))]
     extra = optional_mapping(record, "extra", where)
     reward = None if extra.get("reward") is None else number_of(extra, "reward", f"{where}.extra")
     agent = str(field_of(field_of(record, "agent"), "name", "") or "")
@@ -61,23 +57,23 @@ def from_atif(record: Any, *, lost: Lost | None = None, **fields: Any) -> list[T
     return own
 
 
-def _call(step: Any, where: str, lost: Lost) -> dict[str, Any] | None:
+def _call(step: Any, lost: Lost) -> dict[str, Any] | None:
     """Return a model call as `from_steps` reads it; None for a step that is none, or has no ids."""
     if field_of(step, "source") != "agent" or field_of(step, "llm_call_count") == 0:
         return None
-    metrics = optional_mapping(step, "metrics", where)
+    metrics = field_of(step, "metrics")
     several = isinstance(count := field_of(step, "llm_call_count"), int) and count > 1
     reasons = {
         "copied step": field_of(step, "is_copied_context"),
-        "agent step without token ids": not all(metrics.get(name) for name in _IDS),
+        "agent step without token ids": not all(field_of(metrics, name) for name in _IDS),
         "agent step of several model calls": several,
     }
     reason = next((name for name, holds in reasons.items() if holds), None)
     if reason is not None:
         lost.unread[reason] += 1
         return None
-    prompt, completion = (metrics[name] for name in _IDS)
-    return {"prompt_ids": prompt, "completion_ids": completion, "completion_logprobs": metrics.get("logprobs")}
+    prompt, completion = (field_of(metrics, name) for name in _IDS)
+    return {"prompt_ids": prompt, "completion_ids": completion, "completion_logprobs": field_of(metrics, "logprobs")}
 
 
 def read_atif(place: Place, lost: Lost) -> Iterator[Sample]:
