@@ -101,27 +101,11 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in ("application/json", FRAME):
             return _problem(415, "InvalidInput", f"content-type: {kind[:80]!r}; must be application/json or {FRAME}")
-        coding = request.headers.get("content-encoding", "identity").strip().lower()
-        if coding not in ("identity", "gzip"):
-            return _problem(415, "InvalidInput", f"content-encoding: {coding[:80]!r}; must be gzip, or left out")
         timeout, limit = _timeout(request), MAX_JSON_BYTES if kind == "application/json" else MAX_FRAME_BYTES
-        size, refusal = _length(request, limit)
-        if refusal is not None:
-            return refusal
-        with in_hand.taking(size) as fits, ExitStack() as more:
-            if not fits:
-                return _later(_BUSY)
-            body = await _body(request, size)
-            if body is None:
-                return _problem(408, "WaitTimeout", f"body: did not arrive within {_BODY_S:g} s; send it again")
-            if coding == "gzip":
-                # The length that the sender claims is reserved before a byte is decompressed, and is the limit of it.
-                unpacked = claimed_size(body)
-                if unpacked > limit:
-                    return _too_large(unpacked, limit)
-                if not more.enter_context(in_hand.taking(unpacked)):
-                    return _later(_BUSY)
-                body = await _beside(pool, gunzip, body, unpacked)
+        with ExitStack() as held:
+            body = await _receive(request, limit, in_hand, held, pool)
+            if not isinstance(body, bytes):
+                return body
             if kind == FRAME:
                 evaluation = request.query_params.get("evaluation") == "true"
                 samples, encoded = await _beside(pool, _of_frame, body, evaluation)
@@ -267,6 +251,33 @@ def gunzip(body: bytes, size: int) -> bytes:
         raise InvalidInput(f"body: not gzip ({error}); send what content-encoding says") from None
     if len(found) != size or not reader.eof or reader.unused_data:
         raise InvalidInput(f"body: gzip of other than the {size} bytes that its end claims; send one complete member")
+    return found
+
+
+async def _receive(
+    request: Request, limit: int, in_hand: BytesInHand, held: ExitStack, pool: ThreadPoolExecutor
+) -> bytes | Response:
+    """Read the body, decompressed, or return the response that rejects it. `held` keeps its bytes reserved."""
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("identity", "gzip"):
+        return _problem(415, "InvalidInput", f"content-encoding: {coding[:80]!r}; must be gzip, or left out")
+    size, refusal = _length(request, limit)
+    if refusal is not None:
+        return refusal
+    if not held.enter_context(in_hand.taking(size)):
+        return _later(_BUSY)
+    body = await _body(request, size)
+    if body is None:
+        return _problem(408, "WaitTimeout", f"body: did not arrive within {_BODY_S:g} s; send it again")
+    if coding == "identity":
+        return body
+    # The length that the sender claims is reserved before a byte is decompressed, and it is the limit.
+    unpacked = claimed_size(body)
+    if unpacked > limit:
+        return _too_large(unpacked, limit)
+    if not held.enter_context(in_hand.taking(unpacked)):
+        return _later(_BUSY)
+    found: bytes = await _beside(pool, gunzip, body, unpacked)
     return found
 
 
