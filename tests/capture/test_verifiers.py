@@ -187,12 +187,13 @@ def test_an_agent_that_never_spoke_is_left_out_alone() -> None:
 def test_versions_of_weights_come_from_spans_over_the_sampled_tokens() -> None:
     episode = record()
     node = next(node for node in episode["traces"][0]["nodes"] if sum(node["mask"]) > 2)
-    node["weight_versions"] = [{"version": "7", "start": 0, "end": 2}, {"version": "8", "start": 2, "end": 3}]
+    count = sum(node["mask"])
+    node["weight_versions"] = [{"version": "7", "start": 0, "end": 2}, {"version": "8", "start": 2, "end": count}]
     [sample] = to_samples(from_verifiers(episode)[0])
     sampled = sample["weight_versions"][sample.loss_mask]
-    assert sampled[:4].tolist() == [7, 7, 8, -1] and (sample["weight_versions"][~sample.loss_mask] == -1).all()
+    assert sampled[:4].tolist() == [7, 7, 8, 8] and (sample["weight_versions"][~sample.loss_mask] == -1).all()
     node["weight_versions"][1]["end"] = 99
-    with pytest.raises(InvalidInput, match=r"weight_versions\[1\]: tokens 2 to 99 of . sampled ones"):
+    with pytest.raises(InvalidInput, match=r"weight_versions\[1\]: tokens 2 to 99 of ."):
         from_verifiers(episode)
     node["weight_versions"] = [{"version": "step-7", "start": 0, "end": 1}]
     [sample] = to_samples(from_verifiers(episode)[0])

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays import COLUMNS, NO_VERSION, Array, Column, ImageSpan, Ragged, Values, coerce, offsets_of
+from penstock.capture.chat import read_versions
 from penstock.capture.records import (
     array_of,
     field_of,
@@ -279,24 +280,15 @@ def _stream(record: Any, name: str, where: str) -> Any:
 
 
 def _weight_versions(node: Any, mask: NDArray[np.bool_], where: str) -> Array | None:
-    """Return the version that sampled each token, from spans over the sampled ones; -1 where no span says.
+    """Return the version that sampled each token, from spans over the sampled ones; -1 on the others.
 
     Engines label versions with text. Labels that are not whole numbers say nothing about age and are not read.
     """
     spans = optional_list(node, "weight_versions", where)
-    labels = [str(field_of(span, "version", "")) for span in spans]
-    if not spans or not all(label.isdigit() and int(label) < 2**31 for label in labels):
+    if not spans or not all(str(field_of(span, "version", "")).isdecimal() for span in spans):
         return None
-    sampled = np.full(np.count_nonzero(mask), NO_VERSION, np.int32)
-    for i, (span, label) in enumerate(zip(spans, labels, strict=True)):
-        start, end = (int(number_of(span, name, f"{where}.weight_versions[{i}]")) for name in ("start", "end"))
-        if not 0 <= start <= end <= len(sampled):
-            raise InvalidInput(
-                f"{where}.weight_versions[{i}]: tokens {start} to {end} of {len(sampled)} sampled ones; must lie within"
-            )
-        sampled[start:end] = int(label)
     full = np.full(len(mask), NO_VERSION, np.int32)
-    full[mask] = sampled
+    full[mask] = read_versions(spans, int(np.count_nonzero(mask)), where)
     return full
 
 

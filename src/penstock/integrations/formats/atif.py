@@ -80,9 +80,9 @@ def read_atif(place: Place, lost: Lost) -> Iterator[Sample]:
     """Yield the samples of a file with one trajectory, or with one per line."""
     found = False
     for where, record in _records(place):
-        source = optional_mapping(optional_mapping(record.get("extra"), "nemo_gym", where), "source", where)
-        task = source.get("task_index")
-        fields = {} if "reward" in (record.get("extra") or {}) else _harbor_reward(place)
+        extra = optional_mapping(record, "extra", where)
+        task = field_of(field_of(extra.get("nemo_gym"), "source"), "task_index")
+        fields = {} if extra.get("reward") is not None else _harbor_reward(place)
         try:
             rollouts = from_atif(record, lost=lost, **fields)
         except InvalidInput as error:
