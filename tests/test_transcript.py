@@ -22,7 +22,7 @@ def test_a_new_users_first_half_hour_goes_as_its_page_says(tmp_path: Path) -> No
 @pytest.mark.timeout(900)
 def test_rollouts_with_verifiers_go_as_their_page_says(tmp_path: Path) -> None:
     """A trainer and its plane are killed on the way, and go on."""
-    assert run_page(ROOT / "docs" / "integrations" / "verifiers.md", tmp_path) == 13
+    assert run_page(ROOT / "docs" / "integrations" / "verifiers.md", tmp_path) == 14
 
 
 def test_the_page_for_operators_goes_as_it_says(tmp_path: Path) -> None:

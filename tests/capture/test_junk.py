@@ -47,7 +47,12 @@ def places(record: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def verifiers_record() -> Any:
-    return json.loads((DATA / "two_turns.json").read_text())
+    episode = json.loads((DATA / "two_turns.json").read_text())
+    node = next(node for node in episode["traces"][0]["nodes"] if any(node["mask"]))
+    sampled = sum(node["mask"])
+    node["weight_versions"] = [{"version": "7", "start": 0, "end": sampled}]
+    node["top_logprobs"] = {"ids": [3] * sampled, "logprobs": [-0.5] * sampled, "counts": [1] * sampled}
+    return episode
 
 
 def responses() -> Any:

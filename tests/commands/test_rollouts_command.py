@@ -79,6 +79,40 @@ def test_an_interrupt_ends_it_with_130_and_says_what_was_put(endpoint: Endpoint,
     assert plane.ledger.accepted >= 4 * int(found[1].replace(",", "")) >= 4
 
 
+@pytest.mark.parametrize("extra", [["--groups", "1"], ["--groups", "2", "--max-failures", "100"], ["--groups", "5"]])
+def test_a_run_in_which_everything_failed_ends_with_1_and_the_first_reason(
+    endpoint: Endpoint,
+    plane: Plane,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    extra: list[str],
+) -> None:
+    monkeypatch.chdir(TASKSETS)
+    assert main([*words(endpoint, tmp_path), *extra, "--set", "taskset.broken=true"]) == 1
+    said = capsys.readouterr().err
+    assert "the grader is down" in said and said.count("\n") == 1
+    assert plane.ledger.accepted == 0 and plane.ledger.discarded["rollout failed"] >= 4
+
+
+def test_filters_are_flags_and_what_they_drop_is_counted(
+    endpoint: Endpoint,
+    plane: Plane,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(TASKSETS)
+    given = [*words(endpoint, tmp_path), "--groups", "3"]
+    # Four times the same task with one sampled token: some groups have no variance, and most answers are cut.
+    assert main([*given, "--max-tokens", "1", "--drop-truncated", "--drop-zero-variance"]) == 0
+    assert re.search(r"groups put, .* groups not put", capsys.readouterr().out)
+    dropped = plane.ledger.discarded
+    assert dropped["truncated"] > 0 and plane.ledger.accepted + sum(dropped.values()) == 12
+    assert main([*given, "--evaluation", "--drop-truncated"]) == 1
+    assert "filters: 1; leave them out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("extra", "said"),
     [

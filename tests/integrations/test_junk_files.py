@@ -61,7 +61,23 @@ EVENTS = [
     {"event_type": "model_request", "data": {"response": REQUEST, "model_version": 3, "request": {"temperature": 0.7}}},
     {"event_type": "reward", "data": {"value": 1.0}},
 ]
+CALL = {"prompt_token_ids": [1, 2], "completion_token_ids": [3], "logprobs": [-0.5]}
+ATIF = {
+    "schema_version": "ATIF-v1.7",
+    "session_id": "s",
+    "trajectory_id": "t",
+    "agent": {"name": "a"},
+    "steps": [{"source": "agent", "metrics": CALL, "llm_call_count": 1, "is_copied_context": False}],
+    "extra": {"reward": 1.0, "nemo_gym": {"source": {"task_index": 3}}},
+}
+NODES = [
+    {"message": {"role": "user"}, "token_ids": [1, 2], "mask": [False, False], "logprobs": []},
+    {"parent": 0, "sampled": True, "token_ids": [3], "mask": [True], "logprobs": [-0.5]},
+]
+TRACE = {"id": "t", "agent": {"name": "a", "trainable": True}, "nodes": NODES, "info": {"penstock_sample": "p#1/0"}}
 RECORDS = {
+    "atif": ATIF,
+    "verifiers": {"id": "e", "task": {"data": {"name": "n"}, "key": "k"}, "ok": True, "traces": [TRACE]},
     "jsonl": SAMPLE,
     "trl": TRL,
     "slime": SLIME,

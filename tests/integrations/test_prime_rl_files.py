@@ -154,3 +154,19 @@ def test_fields_of_prime_rl_stand_where_it_has_them() -> None:
     names = PrimeBatch.__struct_fields__
     assert names[:16] == tuple("multimodal" if name == "mm_kwargs" else name for name in EarlierBatch.__struct_fields__)
     assert names[16:] == ("sampling_mask", "trace_ids", "branch_indices")
+
+
+@pytest.mark.parametrize("name", ["rollouts", "batches"])
+def test_the_folder_of_a_trainer_is_found_by_either_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "outputs" / name).mkdir(parents=True)
+    columns: dict[str, Any] = {"token_ids": [5, 6], "loss_mask": [0, 1], "logprobs": [0, -0.5], "advantages": 1.0}
+    (tmp_path / "in.penstock").write_bytes(ps.encode([ps.Sample(id="a", env="math", **columns)]))
+    convert_files([f"{tmp_path}/in.penstock"], f"{tmp_path}/outputs", target="prime-rl")
+    assert (tmp_path / "outputs" / name / "step_1" / "rank_0.bin").is_file()
+    assert convert_files([f"{tmp_path}/outputs"], f"{tmp_path}/back.jsonl").samples == 1
+    with pytest.raises(InvalidInput, match="step_1: already exists"):
+        convert_files([f"{tmp_path}/in.penstock"], f"{tmp_path}/outputs", target="prime-rl")
+    (tmp_path / "outputs" / "rollouts").mkdir(exist_ok=True)
+    (tmp_path / "outputs" / "batches").mkdir(exist_ok=True)
+    with pytest.raises(InvalidInput, match="has batches and rollouts; give the one that the trainer reads"):
+        convert_files([f"{tmp_path}/outputs"], f"{tmp_path}/other.jsonl")

@@ -37,6 +37,11 @@ FACTS = ("group", "prompt", "env", "run", "mode", "policy_version")
 slow = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
+def trains_by_policy_gradient_alone(sample: ps.Sample) -> bool:
+    neutral = {"rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0}
+    return all(name not in sample or (sample[name][sample.loss_mask] == one).all() for name, one in neutral.items())
+
+
 def convert(folder: Path, source: str, target: str, name: str) -> tuple[str, Conversion]:
     """The file in another format, in a folder of its own."""
     out = folder / name / ENDINGS[target]
@@ -123,6 +128,7 @@ def matched(samples: list[ps.Sample], back: list[ps.Sample], done: Conversion) -
         names = {sample.id: sample for sample in samples}
         return [(names[sample.id], sample) for sample in back]
     left = [s for s in samples if not s.images and "logprobs" in s and one_number(s, "advantages") is not None]
+    left = [s for s in left if s.mode == "rl" and trains_by_policy_gradient_alone(s)]
     return list(zip(left, back, strict=True))
 
 

@@ -157,3 +157,24 @@ def test_a_sample_that_is_no_datum_says_why(changes: dict[str, Any], said: str) 
     sample = ps.Sample(id="a", token_ids=[1, 2, 3], loss_mask=[0, 1, 1], logprobs=[0, -0.5, -0.25], advantages=1.0)
     with pytest.raises(InvalidInput, match=said):
         to_datums([sample.replace(**changes)], loss_fn="ppo")
+
+
+def test_the_cookbooks_mask_says_what_is_trained() -> None:
+    """A sampled token with a log-probability and an advantage of 0.0 is trained too."""
+    data = {"target_tokens": [6, 7, 8], "logprobs": [0.0, 0.0, -0.5], "advantages": [0.0, 0.0, 0.0]}
+    inputs = {name: tinker.TensorData.from_numpy(np.array(values)) for name, values in data.items()}
+    inputs["mask"] = tinker.TensorData.from_numpy(np.array([0.0, 1.0, 1.0], np.float32))
+    datum = tinker.Datum(model_input=tinker.ModelInput.from_ints([5, 6, 7]), loss_fn_inputs=inputs)
+    [sample] = from_datums([datum])
+    assert sample.loss_mask.tolist() == [False, False, True, True] and sample.mode == "rl"
+    inputs["mask"] = tinker.TensorData.from_numpy(np.ones(2, np.float32))
+    short = tinker.Datum(model_input=tinker.ModelInput.from_ints([5, 6, 7]), loss_fn_inputs=inputs)
+    with pytest.raises(InvalidInput, match=r"datum '0'.mask: \(2,\) values for 3 targets"):
+        from_datums([short])
+
+
+def test_a_loss_that_tinker_does_not_have_is_rejected() -> None:
+    sample = ps.Sample(id="a", token_ids=[5, 6], loss_mask=[0, 1], logprobs=[0, -0.5], advantages=1.0)
+    with pytest.raises(InvalidInput, match="loss_fn 'nonsense': unknown to tinker; use one of cross_entropy, "):
+        to_datums([sample], loss_fn="nonsense")
+    assert to_datums([sample], loss_fn="cispo").ids == ("a",)

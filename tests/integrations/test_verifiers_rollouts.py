@@ -30,7 +30,7 @@ from penstock.integrations.environments import verifiers_rollouts
 from penstock.integrations.environments.verifiers_rollouts import Environment, Rollouts, Tally
 from penstock.train import kept_of, to_torch, token_logprobs
 from penstock.train.checkpoint import Weights
-from tests.capture.test_verifiers import branching_trace, empty_trace, image_trace, record, reply, user
+from tests.capture.test_verifiers import branching_trace, empty_trace, image_trace, listed, record, reply, user
 from tests.support.plane_processes import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the packages that are tested with
@@ -325,12 +325,12 @@ def test_branches_routing_masks_and_images_arrive(make: Callable[[], Any], endpo
         for batch, i in rows:
             cut = slice(int(batch.segments.offsets[i]), int(batch.segments.offsets[i] + batch.segments.lengths[i]))
             ids = batch["token_ids"][cut].tolist()
-            (branch,) = [one for one in branches if one.token_ids == ids]
+            (branch,) = [one for one in branches if listed(one.token_ids) == ids]
             if branch.routed_experts is not None:
                 assert np.array_equal(batch["routed_experts"][cut][:-1], branch.routed_experts[:-1])
                 assert batch["sampling_mask"][cut].lengths.tolist() == branch.sampling_mask.counts.tolist()
             if branch.mm_token_type_ids is not None:
-                assert batch["mm_token_type_ids"][cut].tolist() == branch.mm_token_type_ids
+                assert batch["mm_token_type_ids"][cut].tolist() == listed(branch.mm_token_type_ids)
                 assert [image.hash for image in batch.images] == [span.hash] * batch.sample_count
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,7 +27,7 @@ from penstock import errors
 from penstock.frames import encode
 from penstock.server import http_api as http_door
 from penstock.server.http_api import STATUS, find_token, status_of
-from penstock.server.openapi import FRAME
+from penstock.server.openapi import FRAME, describe
 from penstock.server.plane_process import PlaneProcess
 from tests.support.groups import named_group
 from tests.support.plane_processes import SMALL
@@ -136,6 +138,48 @@ def test_only_who_has_the_token_may(plane: PlaneProcess) -> None:
     assert client.ask("GET", "/v1/groups")[0] == 405
     assert client.ask("GET", "/")[0] == 404
     assert client.ask("GET", "/openapi.json", Authorization="")[0] == 200
+
+
+def test_every_answer_is_the_promised_json(plane: PlaneProcess) -> None:
+    client = Client(plane)
+    for verb, path, code in (
+        ("GET", "/", 404),
+        ("POST", "/v1/status", 405),
+        ("DELETE", "/v1/groups", 405),
+        ("GET", "/v1/groups/", 404),
+        ("PUT", "/openapi.json", 405),
+    ):
+        status, said = client.ask(verb, path)
+        assert status == code and isinstance(said, dict) and {"error", "message"} <= said.keys(), (verb, path, said)
+        assert client.headers["content-type"] == "application/json" and path in said["message"]
+    assert client.ask("DELETE", "/v1/groups")[1]["message"].endswith("use POST")
+    with socket.create_connection((client.place.hostname or "", client.place.port or 0), timeout=60) as raw:
+        raw.sendall(b"this is no HTTP\r\n\r\n")
+        said = raw.makefile("rb").read()
+    assert said.startswith(b"HTTP/1.1 400 ") and json.loads(said.partition(b"\r\n\r\n")[2])["error"] == "InvalidInput"
+
+
+def test_a_body_may_be_gzip_and_cannot_be_a_bomb(plane: PlaneProcess) -> None:
+    client = Client(plane)
+    body = json.dumps(json_group("packed")).encode()
+    assert client.ask("POST", "/v1/groups", gzip.compress(body), **{"Content-Encoding": "gzip"})[0] == 201
+    frame = encode(named_group("packed-frame"))
+    assert client.ask("POST", "/v1/groups", gzip.compress(frame), FRAME, **{"Content-Encoding": "GZIP"})[0] == 201
+    bomb = gzip.compress(bytes(64 << 20))
+    assert len(bomb) < 100_000
+    code, said = client.ask("POST", "/v1/groups", bomb, **{"Content-Encoding": "gzip"})
+    assert code == 413 and "body: 67108864 bytes; at most" in said["message"]
+    liar = bomb[:-4] + (1000).to_bytes(4, "little")  # its end claims a small body
+    for wrong, why in (
+        (liar, "gzip of other than the 1000 bytes"),
+        (gzip.compress(body)[:-9] + bytes(8), "gzip of other than the 0 bytes"),
+        (gzip.compress(body) + gzip.compress(body), "one complete member"),
+        (body, "not gzip|at most"),
+    ):
+        code, said = client.ask("POST", "/v1/groups", wrong, **{"Content-Encoding": "gzip"})
+        assert code in (400, 413) and re.search(why, said["message"]), said
+    code, said = client.ask("POST", "/v1/groups", body, **{"Content-Encoding": "br"})
+    assert code == 415 and said["message"] == "content-encoding: 'br'; must be gzip, or left out"
 
 
 def test_bodies_are_bounded_before_a_byte_of_them_is_read(plane: PlaneProcess) -> None:
@@ -259,6 +303,16 @@ def test_the_description_names_every_status_and_the_fields_of_a_group(plane: Pla
     parts = said["components"]["schemas"]
     assert parts["JsonGroup"]["required"] == ["prompt", "rollouts"]
     assert set(parts["JsonTurn"]["properties"]) == {"token_ids", "logprobs", "sampled", "mask", "role", "columns"}
+
+
+def test_a_generated_client_may_send_columns_and_leave_out_what_has_a_default() -> None:
+    """What openapi-typescript makes of the description: an object without a word about its fields has none, and a field
+    with a default must be given."""
+    schemas = describe(STATUS)["components"]["schemas"]
+    assert schemas["JsonTurn"]["properties"]["columns"]["additionalProperties"] is True
+    assert schemas["JsonTurn"]["required"] == ["token_ids"]
+    assert '"default":' not in json.dumps(schemas)
+    assert "(default grpo)" in schemas["JsonGroup"]["properties"]["advantage"]["description"]
 
 
 def test_every_error_has_a_status_that_says_whose_fault_it_is() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nemo_gym.atif_v1_7 import AtifTrajectoryV1_7
 from nemo_gym.token_id_capture.config import TokenIdCaptureConfig
 from nemo_gym.token_id_capture.conformance import run_conformance
 from nemo_gym.token_id_capture.consumer import trajectories_from_source
@@ -26,6 +27,7 @@ from nemo_gym.token_id_capture.sink import (
 )
 
 import penstock as ps
+from penstock.convert import to_samples
 from penstock.errors import Conflict
 from penstock.integrations.environments.nemo_gym_sink import (
     PenstockLineage,
@@ -34,6 +36,8 @@ from penstock.integrations.environments.nemo_gym_sink import (
     put_group,
     trajectory_of,
 )
+from penstock.integrations.formats.atif import from_atif
+from tests.integrations.test_atif_files import trajectory
 
 
 @pytest.fixture(autouse=True)
@@ -263,3 +267,10 @@ def test_a_killed_server_loses_no_call_that_it_acknowledged(tmp_path: Path) -> N
     snapshot = asyncio.run(PenstockSource(str(tmp_path)).freeze("r"))
     kept = {one.generation_token_ids[0] for one in snapshot.entries}
     assert kept >= set(acknowledged) and len(kept) <= len(acknowledged) + 1
+
+
+def test_a_trajectory_of_gyms_atif_export_becomes_samples() -> None:
+    record = AtifTrajectoryV1_7.model_validate(trajectory()).model_dump(mode="json", exclude_none=True)
+    [rollout] = from_atif(record)
+    [sample] = to_samples(rollout)
+    assert sample.token_ids.tolist() == [1, 2, 3, 4, 5, 6] and sample.loss_tokens == 3

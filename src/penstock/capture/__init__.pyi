@@ -15,5 +15,8 @@ from penstock.capture.sampling_masks import sampling_mask_of as sampling_mask_of
 from penstock.capture.trajectory import Trajectory as Trajectory
 from penstock.capture.turn import TURN_COLUMNS as TURN_COLUMNS
 from penstock.capture.turn import Turn as Turn
+from penstock.capture.verifiers import SAMPLER_TOPK as SAMPLER_TOPK
 from penstock.capture.verifiers import ImageLookup as ImageLookup
+from penstock.capture.verifiers import failure_of as failure_of
 from penstock.capture.verifiers import from_verifiers as from_verifiers
+from penstock.capture.verifiers import is_silent as is_silent

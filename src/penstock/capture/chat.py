@@ -223,10 +223,12 @@ def _check_ids(content: Sequence[Any], completion: NDArray[np.uint32], where: st
 
 
 def _versions(answer: Any, choice: Any, count: int, where: str) -> NDArray[np.int32] | None:
-    """Return [completion], the version that sampled each token, from spans that must cover it end to end."""
     spans = optional_list(choice, "weight_versions", where) or optional_list(answer, "weight_versions", where)
-    if not spans:
-        return None
+    return read_versions(spans, count, where) if spans else None
+
+
+def read_versions(spans: Sequence[Any], count: int, where: str) -> NDArray[np.int32]:
+    """Return [completion], the version that sampled each token, from spans that must cover it end to end."""
     versions = np.zeros(count, np.int32)
     end = 0
     for i, span in enumerate(spans):

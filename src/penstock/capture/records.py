@@ -73,7 +73,8 @@ def number_of(record: Any, name: str, where: str) -> float:
 
 def ids_of(record: Any, name: str, where: str) -> NDArray[np.uint32]:
     """Return a field that must hold token ids."""
-    return coerce(COLUMNS["token_ids"], required(record, name, where), f"{where}.{name}")
+    at = f"{where}.{name}"
+    return coerce(COLUMNS["token_ids"], numbers_of(required(record, name, where), at), at)
 
 
 def numbers_of(value: Any, where: str) -> Any:

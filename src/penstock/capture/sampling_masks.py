@@ -44,7 +44,7 @@ def read_sampling_mask(mask: Any, where: str) -> Ragged:
         return mask
     for ids, bounds in _FLAT:
         if field_of(mask, bounds, None) is not None:
-            read = _by_offsets if bounds == "offsets" else _by_counts
+            read = _by_offsets if bounds == "offsets" else by_counts
             return read(field_of(mask, ids, None), field_of(mask, bounds), f"{where}.{ids}")
     if not isinstance(mask, list | tuple | np.ndarray) or (isinstance(mask, np.ndarray) and mask.ndim != 2):
         raise InvalidInput(
@@ -64,7 +64,8 @@ def _by_offsets(ids: Any, offsets: Any, where: str) -> Ragged:
     return Ragged(flat, bounds)
 
 
-def _by_counts(ids: Any, counts: Any, where: str) -> Ragged:
+def by_counts(ids: Any, counts: Any, where: str) -> Ragged:
+    """Return lists of ids that are given end to end, with the length of each."""
     flat, sizes = _ids(ids, where), _integers(counts, f"{where} counts")
     if (sizes < 0).any() or int(sizes.sum()) != len(flat):
         raise InvalidInput(f"{where}: {len(flat)} ids for counts that add up to {int(sizes.sum())}; must be as many")

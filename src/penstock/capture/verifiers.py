@@ -1,17 +1,22 @@
 """Read verifiers episodes and traces: a graph of messages, each with the tokens it added.
 
-Takes the objects of the `verifiers` package (0.4), their `model_dump()`, what comes off its msgpack wire (arrays as
-`__nd__` mappings) and `to_record()` JSON. Prefer the objects or `model_dump(mode="python")`: a record rounds
-log-probabilities to four decimals unless made with `to_record(float_decimals=None)`, and leaves out routed experts and
-sampling masks. The package itself is not imported.
+Takes the objects of the `verifiers` package (0.4.0, and 0.4.1 by its pre-releases), their `model_dump()`, what comes
+off its msgpack wire (arrays as `__nd__` mappings) and `to_record()` JSON. Prefer the objects or
+`model_dump(mode="python")`: a record rounds log-probabilities to four decimals unless made with
+`to_record(float_decimals=None)`, and leaves out routed experts, sampling masks and the sampler's top-k. The package
+itself is not imported.
 
 One trace becomes one trajectory; a path through its graph becomes one sample. If the harness did not continue from a
 compaction attempt, the tokens that no other path shares are left out, as verifiers itself leaves that path out of
 training. Trainer annotations (`trainer_logprobs`, `entropies`) are not read, because they are not inputs of training.
+
+An episode's traces are independent: one whose agent never got a turn, or that the environment dropped
+(`trace.dropped`), is left out alone, and the others stay.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,9 +24,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays import COLUMNS, Array, ImageSpan, Values, coerce
-from penstock.capture.records import array_of, field_of, ids_of, list_of, number_of, optional_list, optional_mapping
-from penstock.capture.sampling_masks import sampling_mask_of
+from penstock.arrays import COLUMNS, NO_VERSION, Array, Column, ImageSpan, Ragged, Values, coerce, offsets_of
+from penstock.capture.chat import read_versions
+from penstock.capture.records import (
+    array_of,
+    field_of,
+    ids_of,
+    list_of,
+    number_of,
+    numbers_of,
+    optional_list,
+    optional_mapping,
+)
+from penstock.capture.sampling_masks import by_counts, sampling_mask_of
 from penstock.capture.trajectory import Trajectory
 from penstock.capture.turn import TURN_COLUMNS, Turn
 from penstock.errors import InvalidInput
@@ -29,14 +44,25 @@ from penstock.errors import InvalidInput
 ImageLookup = Callable[[str], ImageSpan]
 """Maps an image's URL to its hash and grid; the reader sets offset and length."""
 
-_LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
+SAMPLER_TOPK = (
+    Column("sampler_topk_ids", dtype="uint32", ragged=True),
+    Column("sampler_topk_logprobs", dtype="float32", ragged=True),
+)
+"""Columns of `node.top_logprobs`: per sampled token the sampler's likeliest ids, and their log-probabilities."""
+
+_LIMITS = (
+    *("max_turns", "max_turn_tokens", "max_input_tokens", "max_output_tokens", "max_total_tokens"),
+    "compaction_failed",
+)
 
 
 def from_verifiers(record: Any, *, images: ImageLookup | None = None, **fields: Any) -> list[Trajectory]:
     """Return one trajectory per trace of an episode whose agent is trained (or of the one trace given).
 
-    `images` looks an image up by the URL in its message; needed only where a trace holds image tokens. `fields`
-    overrides fields of `Trajectory`. The group, task and episode of a trace are in its `info`.
+    Traces without a message, and those that the environment dropped, are left out. `images` looks an image up by the
+    URL in its message; needed only where a trace holds image tokens. `fields` overrides fields of `Trajectory`. The
+    group, task and episode of a trace are in its `info`. The sampler's top-k, if recorded, becomes the columns
+    `SAMPLER_TOPK`: declare them where the plane is opened.
     """
     if field_of(record, "traces", None) is None:
         return [_trajectory(record, images, fields)]
@@ -46,7 +72,14 @@ def from_verifiers(record: Any, *, images: ImageLookup | None = None, **fields: 
 
 
 def _is_trained(trace: Any) -> bool:
-    return bool(field_of(field_of(trace, "agent", None), "trainable", True))
+    trainable = field_of(field_of(trace, "agent", None), "trainable", True)
+    return bool(trainable) and field_of(trace, "dropped", None) is None and not is_silent(trace)
+
+
+def is_silent(trace: Any) -> bool:
+    """Return whether a trace has no message at all: its agent never got a turn."""
+    nodes = field_of(trace, "nodes", None)
+    return isinstance(nodes, list | tuple) and not nodes
 
 
 def _episode_fields(episode: Any) -> dict[str, Any]:
@@ -59,9 +92,9 @@ def _episode_fields(episode: Any) -> dict[str, Any]:
         "policy_version": field_of(policy, "start", None),
         "info": {name: value for name, value in info.items() if value is not None},
     }
-    errors = optional_list(episode, "errors", f"episode {field_of(episode, 'id', '')!r}")
-    if errors and not field_of(episode, "ok", False):
-        found["error"] = _message(errors[-1])
+    failure = failure_of(episode, f"episode {field_of(episode, 'id', '')!r}")
+    if failure is not None:
+        found["error"] = failure
     return found
 
 
@@ -132,14 +165,39 @@ def _outcome(trace: Any, where: str) -> dict[str, Any]:
         "metrics": {key: value for key, value in metrics.items() if value is not None},
         "seconds": _seconds(field_of(field_of(trace, "timing", None), "agent", None)),
     }
-    if not field_of(trace, "ok", True):
-        errors = optional_list(trace, "errors", where)
-        outcome["error"] = _message(errors[-1]) if errors else f"not completed ({stop or 'no stop condition'})"
-    return outcome
+    return {**outcome, "error": failure_of(trace, where)}
+
+
+def failure_of(record: Any, where: str = "trace") -> str | None:
+    """Return why a trace or an episode failed, or None.
+
+    If its last model call failed, that is the reason: a harness that dies of it reports only its own traceback. An
+    episode that is not ok has no failure of its own if only one of its traces failed.
+    """
+    is_trace = field_of(record, "traces", None) is None
+    if field_of(record, "ok", is_trace):
+        return None
+    errors, calls = optional_list(record, "errors", where), optional_list(record, "calls", where)
+    failed = field_of(calls[-1], "error", None) if calls else None
+    if failed is not None:
+        return _message(failed)
+    if errors:
+        return _message(errors[-1])
+    return f"not completed ({field_of(record, 'stop_condition', None) or 'no stop condition'})" if is_trace else None
+
+
+_PREFIX = re.compile(r"[^\n]{0,80}? exited -?\d+: |[^\n]{0,80}?\(exit -?\d+\): ")
+"""What verifiers puts before the output of a harness that failed."""
 
 
 def _message(error: Any) -> str:
-    return f"{field_of(error, 'type', 'error')}: {field_of(error, 'message', '')}"[:500]
+    """Return an error in one line. Of output that ends in a traceback, the last line says what happened."""
+    text = str(field_of(error, "message", "")).strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if len(lines) > 1 and any("line " in line for line in lines):
+        before = _PREFIX.match(text)
+        text = f"{before[0] if before else ''}{lines[-1]}"
+    return f"{field_of(error, 'type', 'error')}: {text}"[:500]
 
 
 def _temperatures(trace: Any, where: str) -> dict[int, float | None]:
@@ -187,11 +245,11 @@ def _turn(
     sampled = bool(field_of(node, "sampled", False))
     if sampled and len(ids) == 0:
         raise InvalidInput(f"{where}.token_ids: empty for a sampled message; run with a client that records tokens")
-    given = field_of(node, "mask", None)
+    given = _stream(node, "mask", where)
     mask = coerce(COLUMNS["loss_mask"], np.zeros(len(ids), np.bool_) if given is None else given, f"{where}.mask")
     if len(mask) != len(ids):
         raise InvalidInput(f"{where}.mask: {len(mask)} values for {len(ids)} tokens; must be one per token")
-    logprobs = field_of(node, "logprobs", None)
+    logprobs = _stream(node, "logprobs", where)
     columns: dict[str, Any] = {
         "temperatures": temperature if sampled else None,
         "routed_experts": array_of(field_of(node, "routed_experts", None), f"{where}.routed_experts"),
@@ -199,13 +257,16 @@ def _turn(
         "teacher_logprobs": _spread(node, "reference_logprobs", mask, where),
         "mm_token_type_ids": _types(ids, types),
         "sampling_mask": sampling_mask_of(node, where) if mask.any() else None,
+        "weight_versions": _weight_versions(node, mask, where),
         **_loss_weights(node, streams, where),
     }
     return Turn(
         ids,
         sampled=sampled or bool(mask.any()),
         mask=mask,
-        logprobs=None if isinstance(logprobs, list | tuple) and not logprobs else logprobs,
+        # An empty stream, list or array, means that nothing was recorded.
+        logprobs=None if isinstance(logprobs, list | tuple | np.ndarray) and not len(logprobs) else logprobs,
+        columns=_sampler_topk(node, mask, where),
         images=_images(node, ids, mask, types, images, where),
         role=str(field_of(field_of(node, "message", None), "role", "") or ""),
         where=where,
@@ -213,9 +274,47 @@ def _turn(
     )
 
 
+def _stream(record: Any, name: str, where: str) -> Any:
+    """Return a stream of numbers: a list, an array, or an array packed for the wire."""
+    return numbers_of(field_of(record, name, None), f"{where}.{name}")
+
+
+def _weight_versions(node: Any, mask: NDArray[np.bool_], where: str) -> Array | None:
+    """Return the version that sampled each token, from spans over the sampled ones; -1 on the others.
+
+    Engines label versions with text. Labels that are not whole numbers say nothing about age and are not read.
+    """
+    spans = optional_list(node, "weight_versions", where)
+    if not spans or not all(str(field_of(span, "version", "")).isdecimal() for span in spans):
+        return None
+    full = np.full(len(mask), NO_VERSION, np.int32)
+    full[mask] = read_versions(spans, int(np.count_nonzero(mask)), where)
+    return full
+
+
+def _sampler_topk(node: Any, mask: NDArray[np.bool_], where: str) -> dict[Column, Ragged]:
+    """Return the sampler's top-k per token; empty lists on tokens that were not sampled."""
+    given = field_of(node, "top_logprobs", None)
+    if given is None or not mask.any():
+        return {}
+    where = f"{where}.top_logprobs"
+    ids = by_counts(field_of(given, "ids", None), field_of(given, "counts", None), f"{where}.ids")
+    logprobs = coerce(COLUMNS["logprobs"], _stream(given, "logprobs", where), f"{where}.logprobs")
+    sampled = np.count_nonzero(mask)
+    if len(ids) != sampled or len(logprobs) != len(ids.values):
+        raise InvalidInput(
+            f"{where}: {len(ids)} counts and {len(logprobs)} logprobs for {sampled} sampled tokens with "
+            f"{len(ids.values)} ids; must be one count per sampled token and one logprob per id"
+        )
+    lengths = np.zeros(len(mask), np.int64)
+    lengths[mask] = ids.lengths
+    offsets = offsets_of(lengths)
+    return dict(zip(SAMPLER_TOPK, (Ragged(ids.values, offsets), Ragged(logprobs, offsets)), strict=True))
+
+
 def _spread(node: Any, name: str, mask: NDArray[np.bool_], where: str) -> Array | None:
     """Return values recorded for the sampled tokens as one per token; 0.0 elsewhere."""
-    values = field_of(node, name, None)
+    values = _stream(node, name, where)
     if values is None or not mask.any():
         return None
     compact = coerce(TURN_COLUMNS["advantages"], values, f"{where}.{name}")
@@ -234,7 +333,7 @@ def _loss_weights(node: Any, streams: set[str], where: str) -> dict[str, Values]
         column = name if name.endswith("_weights") else f"{name}_weights"
         if column not in TURN_COLUMNS:
             raise InvalidInput(f"{where}.loss_weights: unknown stream {name!r}; known are rl, ce and ref_kl")
-        weights[column] = own.get(name, 0.0)
+        weights[column] = numbers_of(own.get(name, 0.0), f"{where}.loss_weights[{name!r}]")
     return weights
 
 

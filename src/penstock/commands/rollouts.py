@@ -45,6 +45,7 @@ it with exit code 130 and prints what was put.
 _ENDPOINT = """Run a tiny inference server on this machine's CPU, for first steps and tests.
 
   penstock rollouts endpoint tiny --write-model                       write the demo's model and tokenizer, and end
+  penstock rollouts endpoint tiny --write-model bytes                 one for any text and tools: --renderer qwen3
   penstock rollouts endpoint tiny --port 8000                         serve a Hugging Face folder
   penstock rollouts endpoint tiny --weights runs/demo/weights         with the newest weights that a run published
 
@@ -120,6 +121,10 @@ def _add_verifiers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the environment")
     parser.add_argument("--seed", type=int, help="of the order of tasks; default: another order each time")
     parser.add_argument("--evaluation", action="store_true", help="record the groups and never train them")
+    parser.add_argument("--drop-truncated", action="store_true", help="do not train rollouts that a limit ended")
+    parser.add_argument(
+        "--drop-zero-variance", action="store_true", help="do not put groups whose rollouts all have the same reward"
+    )
     parser.add_argument("--assets", type=Path, metavar="DIR", help="the run's asset store, where messages have images")
     parser.add_argument(
         "--image-model",
@@ -162,8 +167,10 @@ def _print_tally(args: argparse.Namespace, tally: Tally) -> None:
 
 
 def _rollouts(args: argparse.Namespace) -> Rollouts:
+    from penstock.convert import Truncated, ZeroVariance
     from penstock.integrations.environments.verifiers_rollouts import Environment, Rollouts
 
+    chosen = ((Truncated(), args.drop_truncated), (ZeroVariance(), args.drop_zero_variance))
     settings = Given()
     for text in args.set:
         settings.assign(text)
@@ -174,6 +181,7 @@ def _rollouts(args: argparse.Namespace) -> Rollouts:
         environment=Environment(name=args.env, settings=settings.tables, runtime=args.runtime, server=args.server),
         sampling={name: value for name, value in sampling.items() if value is not None},
         evaluation=args.evaluation,
+        filters=tuple(each for each, wanted in chosen if wanted),
         traces=args.traces,
         images=_images(args.assets, args.image_model),
         **{name: getattr(args, name) for name in names},
@@ -225,7 +233,13 @@ class _Progress:
 
 def _add_endpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, help="folder of a Hugging Face model and its tokenizer")
-    parser.add_argument("--write-model", action="store_true", help="write the demo's text model there, and end")
+    parser.add_argument(
+        "--write-model",
+        nargs="?",
+        const="letters",
+        choices=("letters", "bytes"),
+        help="write a tiny model there, and end: the demo's, or one that reads any text and has tools (bytes)",
+    )
     parser.add_argument("--weights", type=Path, metavar="DIR", help="a run's weights folder; the newest are served")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port; 0 for a free one (default %(default)s)")
@@ -237,7 +251,8 @@ def _run_endpoint(args: argparse.Namespace) -> int:
 
     _no_progress_bars()
     if args.write_model:
-        print(f"{save_model(args.model, seed=args.seed)}: a model; serve it: penstock rollouts endpoint {args.model}")
+        folder = save_model(args.model, kind=args.write_model, seed=args.seed)
+        print(f"{folder}: a model; serve it: penstock rollouts endpoint {args.model}")
         return 0
     endpoint = Endpoint(Engine(args.model, weights=args.weights, seed=args.seed), host=args.host, port=args.port)
     endpoint.serve(lambda url: print(f"serving {endpoint.engine.name} at {url}", flush=True))

@@ -4,6 +4,7 @@
   penstock view runs/demo --tokenizer models/tiny             show text instead of token ids
   penstock view runs/demo --step 12 --html step12.html        one file to share; --sample for one sample of it
   penstock view /data/queue                                   the storage of a TransferQueue: prints its first rows
+  penstock view traces.jsonl                                  samples of a file, in any format of `penstock convert`
 
 The page is served on 127.0.0.1 only, needs the token in the printed URL, and is read-only.
 """
@@ -12,18 +13,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import socket
 import sys
+import tempfile
 import webbrowser
 from pathlib import Path
 
 from penstock.commands.which_run import RUN_HELP, export_folder
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InvalidInput
+from penstock.packing import pack
 from penstock.transport import MAX_PORT
 from penstock.view import (
     Export,
     Library,
+    TokenExporter,
     is_run_folder,
     listening,
     make_app,
@@ -33,9 +38,12 @@ from penstock.view import (
     write_page,
 )
 
+_MOST = 2_000
+"""Samples shown of a file."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="RUN", help=f"{RUN_HELP}; or the folder given to TokenExporter")
+    parser.add_argument("folder", metavar="RUN", help=f"{RUN_HELP}; the folder given to TokenExporter; or a file")
     parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
     parser.add_argument("--tokenizer", type=Path, help="a folder with tokenizer.json; by default the run's own")
     parser.add_argument(
@@ -63,7 +71,36 @@ def run(args: argparse.Namespace) -> int:
     if is_queue(args.folder):
         print("\n".join(queue_lines(args.folder)))
         return 0
-    folder = export_folder(args.folder, args.keys)
+    if Path(args.folder).is_file():
+        with tempfile.TemporaryDirectory(prefix="penstock-view-") as folder:
+            return _show(export_file(args.folder, Path(folder)), args)
+    return _show(export_folder(args.folder, args.keys), args)
+
+
+def export_file(word: str, folder: Path) -> Path:
+    """Export the first samples of a file as one step, and return the export's folder."""
+    from penstock.integrations.formats.file_formats import read_samples
+    from penstock.integrations.formats.lost import Lost
+    from penstock.integrations.formats.sample_tables import own_columns_of
+
+    lost, exported = Lost(), folder / Path(word).stem
+    rows = read_samples(word, lost)
+    samples = list(itertools.islice(rows, _MOST))
+    if not samples:
+        raise InvalidInput(f"{word}: no samples in it; see `penstock convert --formats` for what can be read")
+    more = "the first " if next(rows, None) is not None else ""
+    own = own_columns_of(samples).values()
+    step = pack(samples, ranks=1, seq_len=max(sample.num_tokens for sample in samples), columns=list(own))
+    with TokenExporter(exported) as exporter:
+        for batch in step.ranks[0]:
+            exporter.write(1, batch, None)
+        exporter.close_step(1)
+    unread = ", ".join(f"{name} ({count:,})" for name, count in sorted(lost.unread.items()))
+    print(f"{more}{len(samples):,} samples of {word}{f'; not read: {unread}' if unread else ''}", file=sys.stderr)
+    return exported
+
+
+def _show(folder: Path, args: argparse.Namespace) -> int:
     library = open_library({folder.name or "run": folder}, args)
     if args.html is None:
         return serve(library, args)

@@ -8,10 +8,10 @@
 Waiting requests whose prompts have the same length are sampled as one batch. With a weights folder, the newest weights
 are loaded before each batch. It has no tools, no streaming and no images: use vLLM for those.
 
-`save_model` writes a model to serve: the demo's text model with a tokenizer and a chat template.
+`save_model` writes a model to serve, with a tokenizer and a chat template:
 
-    user        <bos>cab
-    assistant   =bac<eos>
+    letters    the demo's text model, which knows a to h        <bos>cab=bac<eos>
+    bytes      reads and writes any text, in the format of Qwen3 with tools; it knows nothing, and has a long context
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from penstock.demo.tasks import PAD, REVERSE, model_of
 from penstock.errors import ConfigError, InvalidInput
@@ -44,10 +44,18 @@ _MOST_TOKENS = 64
 """Default length limit of a completion."""
 _MOST_PROMPTS = 64
 """Per batch."""
+_LONG = 32_768
+"""Longest context of the `bytes` model: the first prompt of a stock harness with tools has some thousand bytes."""
+Kind = Literal["letters", "bytes"]
 _TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}={{ m['content'] }}<eos>"
     "{% else %}<bos>{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 )
+_QWEN_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_QWEN_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,9 +319,9 @@ def listen(host: str, port: int) -> socket.socket:
 # ------------------------------------------------------------------ a model to serve
 
 
-def save_model(folder: str | Path, *, seed: int = 0) -> Path:
-    """Write the demo's text model, with fresh weights, and its tokenizer. Leaves a folder with a model unchanged."""
-    from penstock.train import build_model
+def save_model(folder: str | Path, *, kind: Kind = "letters", seed: int = 0) -> Path:
+    """Write a tiny model with fresh weights, and its tokenizer. Leaves a folder with a model unchanged."""
+    from penstock.train import ModelConfig, build_model
 
     path = Path(folder)
     if (path / "config.json").is_file():
@@ -321,8 +329,13 @@ def save_model(folder: str | Path, *, seed: int = 0) -> Path:
     if path.exists() and any(path.iterdir()):
         raise ConfigError(f"{path}: has files, but no config.json; give a new folder, or that of a model")
     path.mkdir(parents=True, exist_ok=True)
-    tokenizer().save_pretrained(path)
-    model = build_model(model_of("reverse"), seed=seed)
+    made = tokenizer() if kind == "letters" else byte_tokenizer()
+    made.save_pretrained(path)
+    config = model_of("reverse")
+    if kind == "bytes":
+        sizes = {"vocab_size": len(made), "max_position_embeddings": _LONG, "eos_token_id": made.eos_token_id}
+        config = ModelConfig(family=config.family, config={**config.config, **sizes})
+    model = build_model(config, seed=seed)
     # After the tokenizer: config.json marks a complete folder, and this writes it.
     model.save_pretrained(path)
     return path
@@ -342,4 +355,23 @@ def tokenizer() -> Any:
     named = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<pad>"}
     made = PreTrainedTokenizerFast(tokenizer_object=letters, **named)
     made.chat_template = _TEMPLATE
+    return made
+
+
+def byte_tokenizer() -> Any:
+    """Build a tokenizer with one token per byte, and the special tokens of Qwen3."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    # ByteLevel writes each byte as one printable character. Without merges, each of them is a token.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    found = Tokenizer(BPE({character: i for i, character in enumerate(alphabet)}, []))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found.decoder = decoders.ByteLevel()
+    named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    made = PreTrainedTokenizerFast(tokenizer_object=found, **named)
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    made.add_tokens(list(_QWEN_TOKENS))
+    made.chat_template = _QWEN_TEMPLATE
     return made

@@ -1,6 +1,7 @@
 """The HTTP API: producers in other languages or in sandboxes put groups and read the ledger.
 
-    POST /v1/groups     a group as JSON, or a frame: 201 if it is new and durable, 200 if the plane already had it
+    POST /v1/groups     a group as JSON, or a frame, or gzip of one: 201 if it is new and durable, 200 if the plane
+                        already had it
     GET  /v1/status     what `plane.status()` returns;  GET /v1/ledger  its ledger
     GET  /openapi.json  the OpenAPI description, without a token
 
@@ -16,9 +17,10 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +63,7 @@ WAIT_S, MOST_WAIT_S = 20.0, 300.0
 """How long a put waits for room by default, and at most."""
 _THREADS = 8
 _LATER_S = 1.0
+_BUSY = f"the HTTP API: requests of {MAX_BYTES_IN_HAND} bytes are being handled; send it again"
 Answer = Callable[["Request"], Awaitable["Response"]]
 
 
@@ -89,6 +92,7 @@ class HttpApi:
 def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
     """Return the application. All routes but /openapi.json need the token."""
     from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
     from starlette.routing import Route
 
     in_hand = BytesInHand(MAX_BYTES_IN_HAND)
@@ -97,16 +101,11 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in ("application/json", FRAME):
             return _problem(415, "InvalidInput", f"content-type: {kind[:80]!r}; must be application/json or {FRAME}")
-        timeout = _timeout(request)
-        size, refusal = _length(request, MAX_JSON_BYTES if kind == "application/json" else MAX_FRAME_BYTES)
-        if refusal is not None:
-            return refusal
-        with in_hand.taking(size) as fits:
-            if not fits:
-                return _later(f"the HTTP API: requests of {MAX_BYTES_IN_HAND} bytes are being handled; send it again")
-            body = await _body(request, size)
-            if body is None:
-                return _problem(408, "WaitTimeout", f"body: did not arrive within {_BODY_S:g} s; send it again")
+        timeout, limit = _timeout(request), MAX_JSON_BYTES if kind == "application/json" else MAX_FRAME_BYTES
+        with ExitStack() as held:
+            body = await _receive(request, limit, in_hand, held, pool)
+            if not isinstance(body, bytes):
+                return body
             if kind == FRAME:
                 evaluation = request.query_params.get("evaluation") == "true"
                 samples, encoded = await _beside(pool, _of_frame, body, evaluation)
@@ -128,7 +127,22 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
     guarded = {"/v1/groups": ("POST", put), "/v1/status": ("GET", status), "/v1/ledger": ("GET", ledger)}
     routes = [Route(path, _safely(_guard(answer, token)), methods=[verb]) for path, (verb, answer) in guarded.items()]
     routes.append(Route("/openapi.json", openapi, methods=["GET"]))
-    return Starlette(routes=routes)
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _refused, Exception: _broken})
+    app.router.redirect_slashes = False  # a redirect would be an answer without JSON
+    return app
+
+
+async def _refused(request: Request, error: Any) -> Response:
+    """Answer a path or verb that the API does not have."""
+    path = request.url.path[:80]
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        return _problem(405, "InvalidInput", f"{request.method} {path}: not allowed; use {allowed}", {"allow": allowed})
+    return _problem(error.status_code, "UnknownKey", f"{path}: no such path; see /openapi.json")
+
+
+async def _broken(request: Request, error: Exception) -> Response:  # noqa: ARG001 - the server logs it
+    return _problem(500, "PenstockError", "the HTTP API failed; the plane's log has the reason")
 
 
 def _of_json(plane: Plane, body: bytes) -> tuple[int, EncodedGroup]:
@@ -215,10 +229,56 @@ def _length(request: Request, limit: int) -> tuple[int, Response | None]:
     text = request.headers.get("content-length", "")
     if not text.isascii() or not text.isdigit() or len(text) > 18:
         return 0, _problem(411, "InvalidInput", "content-length: missing; send a body of known length")
-    if int(text) > limit:
-        hint = "smaller groups, or a frame" if limit == MAX_JSON_BYTES else "smaller groups"
-        return 0, _problem(413, "InvalidInput", f"body: {text} bytes; at most {limit}; send {hint}")
-    return int(text), None
+    return (int(text), None) if int(text) <= limit else (0, _too_large(int(text), limit))
+
+
+def _too_large(size: int, limit: int) -> Response:
+    hint = "smaller groups, or a frame" if limit == MAX_JSON_BYTES else "smaller groups"
+    return _problem(413, "InvalidInput", f"body: {size} bytes; at most {limit}; send {hint}")
+
+
+def claimed_size(body: bytes) -> int:
+    """Return the length that a gzip body claims to have when decompressed: its last four bytes."""
+    return int.from_bytes(body[-4:], "little")
+
+
+def gunzip(body: bytes, size: int) -> bytes:
+    """Decompress a gzip body of one member, to exactly `size` bytes. Raises InvalidInput at the first byte beyond."""
+    reader = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+    try:
+        found = reader.decompress(body, size + 1)  # one more, to notice a body that is longer than it claims
+    except zlib.error as error:
+        raise InvalidInput(f"body: not gzip ({error}); send what content-encoding says") from None
+    if len(found) != size or not reader.eof or reader.unused_data:
+        raise InvalidInput(f"body: gzip of other than the {size} bytes that its end claims; send one complete member")
+    return found
+
+
+async def _receive(
+    request: Request, limit: int, in_hand: BytesInHand, held: ExitStack, pool: ThreadPoolExecutor
+) -> bytes | Response:
+    """Read the body, decompressed, or return the response that rejects it. `held` keeps its bytes reserved."""
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("identity", "gzip"):
+        return _problem(415, "InvalidInput", f"content-encoding: {coding[:80]!r}; must be gzip, or left out")
+    size, refusal = _length(request, limit)
+    if refusal is not None:
+        return refusal
+    if not held.enter_context(in_hand.taking(size)):
+        return _later(_BUSY)
+    body = await _body(request, size)
+    if body is None:
+        return _problem(408, "WaitTimeout", f"body: did not arrive within {_BODY_S:g} s; send it again")
+    if coding == "identity":
+        return body
+    # The length that the sender claims is reserved before a byte is decompressed, and it is the limit.
+    unpacked = claimed_size(body)
+    if unpacked > limit:
+        return _too_large(unpacked, limit)
+    if not held.enter_context(in_hand.taking(unpacked)):
+        return _later(_BUSY)
+    found: bytes = await _beside(pool, gunzip, body, unpacked)
+    return found
 
 
 async def _body(request: Request, size: int) -> bytes | None:

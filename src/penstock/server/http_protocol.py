@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from penstock.server.http_server import REJECTION, Guard, Limits
+from penstock.server.http_server import MALFORMED, REJECTION, Guard, Limits
 
 
 class GuardedProtocol(H11Protocol):
@@ -51,6 +51,11 @@ class GuardedProtocol(H11Protocol):
             return
         self.guard.waiting.pop(self, None)
         self._deadline = _cancelled(self._deadline)
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - the reason is the same each time
+        """Answer bytes that are no HTTP request, in the form of all other answers."""
+        self.transport.write(MALFORMED)
+        self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()

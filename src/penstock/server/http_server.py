@@ -27,11 +27,20 @@ from penstock.extras import require
 MIN_TOKEN = 22
 """Characters, which hold 128 bits."""
 _END_S = 3.0
-_FULL = b'{"error":"Overloaded","message":"too many connections are being answered; send it again","retry_after_s":1.0}'
-REJECTION = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
-    b"content-length: %d\r\n\r\n%b" % (len(_FULL), _FULL)
+
+
+def _raw(status: bytes, body: bytes, *headers: bytes) -> bytes:
+    """Build an answer for a connection that has no request."""
+    lines = [b"HTTP/1.1 " + status, b"content-type: application/json", b"connection: close", *headers]
+    return b"\r\n".join([*lines, b"content-length: %d" % len(body), b"", body])
+
+
+REJECTION = _raw(
+    b"503 Service Unavailable",
+    b'{"error":"Overloaded","message":"too many connections are being answered; send it again","retry_after_s":1.0}',
+    b"retry-after: 1",
 )
+MALFORMED = _raw(b"400 Bad Request", b'{"error":"InvalidInput","message":"not an HTTP request"}')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,11 +48,17 @@ _TIMEOUT = {
     "description": "seconds to wait while there is no room, at most 300; then 429",
     "schema": {"type": "number", "default": 20},
 }
+_ENCODING = {
+    "name": "content-encoding",
+    "in": "header",
+    "description": "gzip, if the body is compressed",
+    "schema": {"type": "string", "enum": ["gzip"]},
+}
 _OWN = {
     401: "no token, or a wrong one",
     408: "body too slow",
     411: "no content-length",
-    413: "the body is too large",
+    413: "the body is too large, or would be when decompressed",
 }
 
 
@@ -77,7 +83,7 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
                 "post": {
                     "operationId": "put_group",
                     "summary": "Put a group; it is durable when this is answered",
-                    "parameters": [_EVALUATION, _TIMEOUT],
+                    "parameters": [_EVALUATION, _TIMEOUT, _ENCODING],
                     "requestBody": {"required": True, "content": {"application/json": {"schema": group}, FRAME: frame}},
                     "responses": {
                         "201": _answer("the group is new, and durable", put),
@@ -91,15 +97,35 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
             "/v1/ledger": _look("get_ledger", "The state of every accepted sample", problem),
         },
         "components": {
-            "schemas": parts,
+            "schemas": _opened(parts),
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"token": []}],
     }
 
 
+def _opened(schema: Any) -> Any:
+    """Adapt schemas to what generators of clients make of them.
+
+    Of an object without declared fields they assume that it has none, so it is said that it may have any. A field with
+    a default they make one that every client must give, so a default is only named in the description.
+    """
+    if isinstance(schema, list):
+        return [_opened(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: _opened(part) for name, part in schema.items() if name != "default"}
+    if schema.get("default"):
+        found["description"] = f"{found.get('description', '')} (default {schema['default']})".strip()
+    is_open = found.get("type") == "object" and not {"properties", "additionalProperties"} & found.keys()
+    return {**found, "additionalProperties": True} if is_open else found
+
+
 def _look(name: str, summary: str, problem: Any) -> dict[str, Any]:
-    answers = {"200": _answer(summary, {"type": "object"}), "401": _answer(_OWN[401], problem)}
+    answers = {
+        "200": _answer(summary, {"type": "object", "additionalProperties": True}),
+        "401": _answer(_OWN[401], problem),
+    }
     return {"get": {"operationId": name, "summary": summary, "responses": answers}}
 
 

@@ -49,6 +49,8 @@ class _Write:
     packed: PackedBatch
     copy: BatchCopy
     policy_version: int | None
+    untrained: bool
+    """Also write sequences without a trained token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +137,14 @@ class TokenExporter:
         self,
         step: NumberedStep | int,
         batch: MicroBatch,
-        terms: Terms,
+        terms: Terms | None,
         *,
         policy_version: int | None = None,
         run_step: int | None = None,
     ) -> None:
         """Export one micro-batch. Call it for dummies too, so that micro-batches have the same numbers on all ranks.
+
+        `terms` is None for samples that no loss has seen. Those without a trained token are exported too, then.
 
         `policy_version` is the version being trained, from which each sample's staleness follows. `run_step` is the
         step of the batch's run if that is counted separately from the trainer's.
@@ -170,7 +174,16 @@ class TokenExporter:
             "export_sequence_idx": 0,
         }
         copy = BatchCopy.of(batch, terms, omit=self._omit)
-        self._queue.put(_Write(key=key, fields=fields, packed=packed, copy=copy, policy_version=policy_version))
+        self._queue.put(
+            _Write(
+                key=key,
+                fields=fields,
+                packed=packed,
+                copy=copy,
+                policy_version=policy_version,
+                untrained=terms is None,
+            )
+        )
 
     def close_step(
         self,
@@ -284,7 +297,7 @@ class TokenExporter:
         if isinstance(item, _Write):
             file = self._file(item.key, item.fields["step"], files)
             file.micro_batches.append(item.packed)
-            file.add(item.copy.records(item.fields, item.policy_version))
+            file.add(item.copy.records(item.fields, item.policy_version, untrained=item.untrained))
             return
         file = self._file(item.key, item.step, files)
         del files[item.key]
@@ -312,7 +325,7 @@ class TokenExporter:
 
 
 def _check_parts(batch: object, terms: object) -> None:
-    if not isinstance(batch, MicroBatch) or not hasattr(terms, "loss"):
+    if not isinstance(batch, MicroBatch) or not (terms is None or hasattr(terms, "loss")):
         wrong = f"{type(batch).__name__}, {type(terms).__name__}"
         raise InvalidInput(f"write({wrong}); pass a micro-batch of the step and the Terms that the loss returned")
 

@@ -1,10 +1,12 @@
 """A verifiers harness that chats in this process. It starts no program, so a rollout takes milliseconds.
 
 Use it for tasks that are a conversation without tools. verifiers' own `null` harness starts a Python process per
-rollout. Export it from the module of your taskset to make it the taskset's default:
+rollout, which needs `uv`. Export it from the module of your taskset to make it the taskset's default:
 
     from penstock.integrations.environments.verifiers_chat import ChatHarness
     __all__ = ["MyTaskset", "ChatHarness"]
+
+Or name it in the settings of any environment, by role: `--set agent.harness.id=penstock_chat`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ except ImportError as error:
     from penstock.extras import missing
 
     raise missing("penstock.integrations.environments.verifiers_chat", error) from None
+
+__all__ = ["ChatHarness"]
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]

@@ -42,6 +42,10 @@ class Environment:
     def load(self) -> Any:
         """Load verifiers' environment. Raises ConfigError for wrong settings."""
         vf = _verifiers()
+        from penstock.integrations.environments import verifiers_chat
+
+        # verifiers imports a harness by a name without dots: `agent.harness.id=penstock_chat`.
+        sys.modules.setdefault("penstock_chat", verifiers_chat)
         from pydantic import ValidationError
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 

@@ -9,8 +9,10 @@ wait, and no new task is started in the meantime.
     rollouts = Rollouts(environment=Environment(name="my-taskset"), endpoint="http://127.0.0.1:8000/v1")
     rollouts.run(plane)            # or: await rollouts.arun(plane)
 
-If several agents are trained, each has its own groups: a baseline compares rollouts in one role. Failed rollouts are
-left out of the baseline and train nothing. A group in which all rollouts failed is counted and not put.
+If several agents are trained, each has its own groups: a baseline compares rollouts in one role. An agent that never
+got a turn in an episode has no rollout there; the others of the episode keep theirs, and their rewards. Failed rollouts
+are left out of the baseline and train nothing. A group in which all rollouts failed is counted and not put. What is not
+put is counted in the plane's ledger under its reason.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ import contextlib
 import json
 import random
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.capture import ImageLookup, Trajectory, from_verifiers
+from penstock.capture import ImageLookup, Trajectory, failure_of, from_verifiers, is_silent
 from penstock.client import Plane
 from penstock.convert import Advantage, Filter, Group, grpo
 from penstock.errors import ConfigError, InvalidInput, PeerError
@@ -39,14 +41,15 @@ from penstock.integrations.environments.verifiers_env import (
     model_context,
     tasks_of,
 )
+from penstock.integrations.formats.verifiers_traces import SAMPLE
 
-__all__ = ["TRACES_FILE", "Environment", "Rollouts", "Tally"]
+__all__ = ["SAMPLE", "TRACES_FILE", "Environment", "Rollouts", "Tally"]
 
 TRACES_FILE = "traces.jsonl"
 """verifiers' name for it in a results folder."""
-SAMPLE = "penstock_sample"
-"""Key in a trace's `info`: the prefix of its samples' ids."""
 _FAILED = "rollout failed"
+_SILENT = "agent without a message"
+_DROPPED = "dropped by the environment"
 _ANSWER_S = 5.0
 """Seconds that an interrupted put waits for its answer."""
 
@@ -65,17 +68,24 @@ class Tally:
     rewarded: int = 0
     failed: int = 0
     """Failed rollouts, put or not."""
+    silent: int = 0
+    """Agents that never got a turn in their episode."""
+    dropped: int = 0
+    """Rollouts that the environment dropped (`trace.dropped`)."""
+    failed_groups: int = 0
+    """Groups not put because every rollout failed."""
     dropped_groups: int = 0
-    """Groups not put: every rollout failed, or filters removed all."""
+    """Groups not put: every rollout failed, or filters or the environment removed all."""
     playing: int = 0
     """Episodes running now."""
+    first_failure: str = ""
     last_failure: str = ""
     failures_in_a_row: int = 0
     """Groups in a row in which every rollout failed."""
 
-    def count(self, group: Group, rollouts: Sequence[Trajectory]) -> None:
-        """Count a group made from rollouts. It was put unless filters removed all of it."""
-        if not len(group):
+    def count(self, group: Group, rollouts: Sequence[Trajectory], *, put: bool) -> None:
+        """Count a group made from rollouts. It is not put if filters removed all that worked."""
+        if not put:
             self.dropped_groups += 1
             return
         rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
@@ -87,9 +97,14 @@ class Tally:
 
     def __str__(self) -> str:
         reward = f", mean reward {self.rewards / self.rewarded:.3f}" if self.rewarded else ""
-        lost = f", {self.failed:,} failed" if self.failed else ""
-        lost += f", {self.dropped_groups:,} groups not put" if self.dropped_groups else ""
-        return f"{self.groups:,} groups put, {self.rollouts:,} rollouts, {self.tokens:,} tokens{reward}{lost}"
+        lost = {
+            "failed": self.failed,
+            "agents without a message": self.silent,
+            "dropped by the environment": self.dropped,
+            "groups not put": self.dropped_groups,
+        }
+        counts = "".join(f", {count:,} {name}" for name, count in lost.items() if count)
+        return f"{self.groups:,} groups put, {self.rollouts:,} rollouts, {self.tokens:,} tokens{reward}{counts}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +149,9 @@ class Rollouts:
         if self.groups is not None and self.groups < 1:
             raise ConfigError(f"groups: {self.groups}; must be at least 1, or None for no end")
 
+        if self.evaluation and self.filters:
+            raise ConfigError(f"filters: {len(self.filters)}; leave them out, evaluation keeps all rollouts")
+
     def run(self, plane: Plane, tally: Tally | None = None) -> Tally:
         """Run `arun` in a new event loop. Ends after the last group, or at an interrupt."""
         return asyncio.run(self.arun(plane, tally))
@@ -173,7 +191,16 @@ class Rollouts:
         free_renderers()
         async with self.environment.playing(env, context) as play:
             await _Players(self, plane, play, found, on_change).run(env)
+        if found.failed_groups and found.failed_groups == found.dropped_groups and not found.groups:
+            raise self.failed(found, f"every rollout of {found.failed_groups} groups failed")
         return found
+
+    def failed(self, tally: Tally, what: str) -> PeerError:
+        """Build the error that ends a run of failed rollouts."""
+        last = "" if tally.last_failure == tally.first_failure else f", the last with {tally.last_failure}"
+        return PeerError(
+            f"{what}; the first with {tally.first_failure}{last}; check the environment and {self.endpoint}"
+        )
 
 
 class _Players:
@@ -239,44 +266,71 @@ class _Players:
 
     async def _put(self, prompt: str, version: int | None, episodes: Sequence[Any]) -> None:
         by_agent: dict[str, list[tuple[Trajectory, Any]]] = defaultdict(list)
+        lost: Counter[str] = Counter()
+        agents: set[str] = set()
         for episode in episodes:
-            for trajectory, trace in self._read(episode):
-                by_agent[trajectory.agent].append((trajectory, trace))
+            for trace in self._traces(episode, lost):
+                agents.add(trace.agent.name)
+                for trajectory in self._read(episode, trace, lost):
+                    by_agent[trajectory.agent].append((trajectory, trace))
         useful = {name: rows for name, rows in by_agent.items() if any(t.error is None for t, _ in rows)}
         for agent, rows in useful.items():
-            await self._put_group(f"{prompt}/{agent}" if len(by_agent) > 1 else prompt, version, rows)
+            await self._put_group(f"{prompt}/{agent}" if len(agents) > 1 else prompt, version, rows)
         await self._write([episode for episode in episodes if not isinstance(episode, BaseException)])
-        self._tally.failures_in_a_row = 0 if useful else self._tally.failures_in_a_row + 1
-        if not useful:
-            self._tally.dropped_groups += 1
-            await self._plane.adiscard(_FAILED, len(episodes))
-        if self._tally.failures_in_a_row >= self._rollouts.max_failures:
-            raise PeerError(
-                f"{self._tally.failures_in_a_row} groups in a row have only failed rollouts; the last failed with "
-                f"{self._tally.last_failure}; check the environment and {self._rollouts.endpoint}"
-            )
+        lost[_FAILED] += sum(len(rows) for name, rows in by_agent.items() if name not in useful)
+        for reason in [reason for reason in lost if lost[reason]]:
+            await self._plane.adiscard(reason, lost[reason])
+        self._count_outcome(put=bool(useful), lost=lost)
 
-    def _read(self, episode: Any) -> list[tuple[Trajectory, Any]]:
-        """Return an episode's trajectories, each with its trace; empty if it failed before it had any."""
+    def _count_outcome(self, *, put: bool, lost: Counter[str]) -> None:
+        """Count a task whose episodes have ended. Raises PeerError after too many that only failed."""
+        tally = self._tally
+        tally.silent += lost[_SILENT]
+        tally.dropped += lost[_DROPPED]
+        failed = not put and not lost[_DROPPED]
+        tally.dropped_groups += not put
+        tally.failed_groups += failed
+        tally.failures_in_a_row = tally.failures_in_a_row + 1 if failed else 0
+        if failed and not tally.first_failure:
+            tally.first_failure = tally.last_failure = "no agent had a turn"
+        if tally.failures_in_a_row >= self._rollouts.max_failures:
+            raise self._rollouts.failed(tally, f"{tally.failures_in_a_row} groups in a row have only failed rollouts")
+
+    def _traces(self, episode: Any, lost: Counter[str]) -> list[Any]:
+        """Return the traces of an episode's trained agents; none if it failed before it had any."""
         if isinstance(episode, BaseException):
             if not isinstance(episode, Exception):
                 raise episode
             self._note_failure(f"{type(episode).__name__}: {episode}")
+            lost[_FAILED] += 1
+            return []
+        if not episode.traces:
+            self._note_failure(failure_of(episode) or "an episode without a trace")
+            lost[_FAILED] += 1
+        return [trace for trace in episode.traces if trace.agent.trainable]
+
+    def _read(self, episode: Any, trace: Any, lost: Counter[str]) -> list[Trajectory]:
+        """Return the trajectory of a trace, or count why it has none. Other traces of the episode are unaffected."""
+        reason = failure_of(trace) or failure_of(episode)
+        if getattr(trace, "dropped", None) is not None:
+            lost[_DROPPED] += 1
+            return []
+        if is_silent(trace) and reason is None:
+            lost[_SILENT] += 1
             return []
         try:
-            found = from_verifiers(episode, images=self._rollouts.images)
+            found = from_verifiers(episode.model_copy(update={"traces": [trace]}), images=self._rollouts.images)
         except InvalidInput as error:
-            errors = [one.last_error for one in (episode, *episode.traces) if one.last_error is not None]
-            self._note_failure(f"{errors[-1].type}: {errors[-1].message}" if errors else str(error))
-            return []
-        for trajectory in found:
-            if trajectory.error is not None:
-                self._note_failure(trajectory.error)
-        return list(zip(found, [trace for trace in episode.traces if trace.agent.trainable], strict=True))
+            found, reason = [], reason or str(error)
+        if reason is not None:
+            self._note_failure(reason)
+        lost[_FAILED] += not found
+        return found
 
     def _note_failure(self, reason: str) -> None:
         self._tally.failed += 1
         self._tally.last_failure = reason[:500]
+        self._tally.first_failure = self._tally.first_failure or self._tally.last_failure
 
     async def _put_group(self, prompt: str, version: int | None, rows: list[tuple[Trajectory, Any]]) -> None:
         rollouts = self._rollouts
@@ -290,6 +344,11 @@ class _Players:
         for number, (trajectory, trace) in enumerate(rows):
             builder.add(trajectory)
             trace.info[SAMPLE] = f"{builder.id}/{number}"
+
+        def count(group: Group) -> None:
+            put = len(group) > 0 and not builder.has_failed(group)
+            self._tally.count(group, [trajectory for trajectory, _ in rows], put=put)
+
         putting = asyncio.create_task(builder.put())
         try:
             group = await asyncio.shield(putting)
@@ -297,10 +356,10 @@ class _Players:
             # The put is probably accepted already. Wait for the answer, so that the tally counts it.
             await asyncio.wait({putting}, timeout=_ANSWER_S)
             if putting.done() and not putting.cancelled() and putting.exception() is None:
-                self._tally.count(putting.result(), [trajectory for trajectory, _ in rows])
+                count(putting.result())
             putting.cancel()
             raise
-        self._tally.count(group, [trajectory for trajectory, _ in rows])
+        count(group)
 
     async def _write(self, episodes: Sequence[Any]) -> None:
         if self._rollouts.traces is None:

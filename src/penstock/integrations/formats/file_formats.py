@@ -17,15 +17,18 @@ from penstock.convert import Advantage, Rollouts, grpo, leave_one_out, raw_rewar
 from penstock.errors import InvalidInput
 from penstock.frames import MAGIC, by_group, read_frames, write_frames
 from penstock.integrations.formats.agent_lightning import read_agent_lightning
+from penstock.integrations.formats.atif import MARK as ATIF_MARK
+from penstock.integrations.formats.atif import read_atif
 from penstock.integrations.formats.file_or_stream import Place
 from penstock.integrations.formats.lost import Lost
 from penstock.integrations.formats.penstock_files import plane_folder_in, read_export, read_run_groups
 from penstock.integrations.formats.prime_rl_batches import HELD as PRIME_RL_HOLDS
-from penstock.integrations.formats.prime_rl_batches import PrimeRlWriter, read_prime_rl
+from penstock.integrations.formats.prime_rl_batches import PrimeRlWriter, read_prime_rl, steps_folder
 from penstock.integrations.formats.responses import one_number
 from penstock.integrations.formats.sample_lines import read_lines, write_lines
 from penstock.integrations.formats.sample_tables import ROWS, columns_of, own_columns_of, read_table, write_table
 from penstock.integrations.formats.slime_samples import read_slime, write_slime
+from penstock.integrations.formats.verifiers_traces import read_traces
 from penstock.integrations.formats.verl_tensors import read_verl, write_verl
 from penstock.integrations.trainers.trl_samples import read_trl, write_trl
 from penstock.packing import pack
@@ -64,6 +67,8 @@ class FileFormat:
     """Longer ones are tried first."""
     keys: tuple[str, ...] = ()
     """Fields of the first JSON line, to tell formats apart that share an ending."""
+    mark: bytes = b""
+    """Bytes among the first 4 KiB, for formats whose records may span several lines."""
     is_folder: bool = False
     """Whether the format is a folder, which has no ending."""
     read: Read | None = None
@@ -159,6 +164,14 @@ def convert_files(
     return done
 
 
+def read_samples(word: str, lost: Lost) -> Iterator[Sample]:
+    """Yield the samples of a file in any format that can be detected."""
+    place = Place(word)
+    read = format_to_read(place).read
+    assert read is not None
+    yield from read(place, lost, Options())
+
+
 def with_advantages(samples: Iterable[Sample], rule: str) -> Iterator[Sample]:
     """Yield the samples with advantages computed from rewards, per run of consecutive samples of one group."""
     if rule not in ADVANTAGES:
@@ -230,6 +243,8 @@ def _by_keys(start: bytes) -> FileFormat | None:
     """Detect a format by the fields of the first line. Searches for their names, because the line may be cut."""
     line = start.lstrip().partition(b"\n")[0]
     for kind in FORMATS.values():
+        if kind.mark and kind.mark in start[:4096]:
+            return kind
         if kind.keys and all(f'"{key}"'.encode() in line for key in kind.keys):
             return kind
     return None
@@ -262,7 +277,7 @@ def _write_prime_rl(samples: Iterable[Sample], place: Place, lost: Lost, options
         longest = max(sample.num_tokens for sample in held)
         step = pack(held, ranks=options.ranks, seq_len=options.seq_len or longest)
         for rank in step.ranks:
-            if (place.path / f"step_{number}" / f"rank_{rank.rank}.bin").exists():
+            if (steps_folder(place.path) / f"step_{number}" / f"rank_{rank.rank}.bin").exists():
                 raise InvalidInput(f"{place.name}/step_{number}: already exists; pass --first-step, or another folder")
             PrimeRlWriter(place.path, rank=rank.rank).write(rank, number=number)
         number += 1
@@ -331,6 +346,18 @@ FORMATS = {
             endings=(".events.jsonl",),
             keys=("rollout_id", "event_type"),
             read=_plain(read_agent_lightning),
+        ),
+        FileFormat(
+            name="verifiers",
+            summary="verifiers episodes as JSON lines: traces.jsonl",
+            keys=("nodes", "task"),
+            read=_plain(read_traces),
+        ),
+        FileFormat(
+            name="atif",
+            summary="ATIF trajectories with token ids, of harbor and NeMo-Gym: a JSON file, or JSON lines",
+            mark=ATIF_MARK,
+            read=_plain(read_atif),
         ),
         FileFormat(
             name="tokens",

@@ -3,8 +3,9 @@
     outputs/rollouts/step_1/rank_0.bin     msgpack: a list of micro-batches, each an array by position
 
 prime-rl trainers with `rollout_transport = "filesystem"` wait for these files. Since late August 2026 the folder
-`rollouts` is called `batches`. The layout is that of September 2026. Fields were only ever appended and readers ignore
-unknown trailing ones, so earlier trainers read the same files.
+`rollouts` is called `batches`: give the trainer's output folder, and the one in it is used. The layout is that of
+September 2026. Fields were only ever appended and readers ignore unknown trailing ones, so earlier trainers read the
+same files.
 
 The trainer treats a file differently from Penstock in two respects, and the writer handles both. Padding is part of the
 last sequence. Weights of the cross-entropy and reference terms count wherever they are not zero, regardless of the loss
@@ -87,8 +88,8 @@ class PrimeRlWriter:
     """
 
     def __init__(self, folder: str | Path, *, rank: int, images: Images | None = None) -> None:
-        """`folder` is the trainer's `rollouts` (or `batches`) folder; `images` encodes images."""
-        self._folder, self._rank, self._images = Path(folder), rank, images
+        """`folder` is the trainer's output folder, or `rollouts` (`batches`) in it; `images` encodes images."""
+        self._folder, self._rank, self._images = steps_folder(Path(folder)), rank, images
 
     def write(self, step: StepOfRank | Iterable[MicroBatch], *, number: int | None = None) -> Path:
         """Write a step of `plane.source` or `pack`. It is on disk when this returns. Steps count from 1."""
@@ -224,10 +225,22 @@ def read_batches(path: Path) -> list[PrimeBatch]:
         raise CorruptFile(f"{path}: {error}; not a micro-batch file of prime-rl") from None
 
 
+def steps_folder(folder: Path) -> Path:
+    """Return the folder of steps in a trainer's output folder: `batches`, or `rollouts` before late August 2026.
+
+    A folder that has neither is taken for the folder of steps itself.
+    """
+    found = [path for path in (folder / "batches", folder / "rollouts") if path.is_dir()]
+    if len(found) > 1:
+        raise InvalidInput(f"{folder}: has batches and rollouts; give the one that the trainer reads")
+    return found[0] if found else folder
+
+
 def files_in(path: Path) -> list[Path]:
     """List the files of a folder of steps or of one step, by step and rank; or the file itself."""
     if not path.is_dir():
         return [path]
+    path = steps_folder(path)
     files = [file for file in (*path.glob("rank_*.bin"), *path.glob("step_*/rank_*.bin")) if _FILE.fullmatch(file.name)]
     return sorted(files, key=lambda file: (_number(_STEP, file.parent.name), _number(_FILE, file.name)))
 
@@ -242,7 +255,7 @@ def read_prime_rl(place: Place, lost: Lost) -> Iterator[Sample]:
     files = files_in(place.path)
     if not files:
         raise InvalidInput(
-            f"{place.name}: no run and no step_N/rank_R.bin in it; give a run's folder, or prime-rl's rollouts folder"
+            f"{place.name}: no run and no step_N/rank_R.bin in it; give a run's folder, or prime-rl's output folder"
         )
     for file in files:
         for m, batch in enumerate(read_batches(file)):

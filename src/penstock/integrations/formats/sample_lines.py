@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -38,6 +39,7 @@ from penstock.integrations.formats.lost import Lost
 _FIELDS = (*TEXT_COLUMNS, "policy_version", "images", "columns")
 _IMAGE_FIELDS = ImageSpan.__struct_fields__
 _DESCRIPTIONS = dict[str, Description]
+_HAS_NAN = re.compile(rb"\b(NaN|Infinity)\b")
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
@@ -63,11 +65,11 @@ def read_lines(place: Place, lost: Lost) -> Iterator[Sample]:
                 raise InvalidInput(f"{where}: {error}") from None
 
 
-def json_object(line: bytes, where: str) -> dict[str, Any]:
-    """Parse a line that must be one JSON object."""
+def json_object(line: bytes, where: str, *, nan: bool = False) -> dict[str, Any]:
+    """Parse a line that must be one JSON object. `nan` also takes NaN and Infinity, which Python's json writes."""
     try:
-        record = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        record = json.loads(line) if nan and _HAS_NAN.search(line) else msgspec.json.decode(line)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InvalidInput(f"{where}: not JSON ({error}); each line must be one object") from None
     if not isinstance(record, dict):
         raise InvalidInput(f"{where}: a {type(record).__name__}; each line must be one object")

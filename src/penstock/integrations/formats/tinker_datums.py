@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
@@ -78,6 +78,10 @@ def to_datums(
     ([1.0, 1.0], [-0.5, -0.25])
     """
     require("to_datums", "tinker")
+    from tinker.types import LossFnType
+
+    if loss_fn not in get_args(LossFnType):
+        raise InvalidInput(f"loss_fn {loss_fn!r:.60}: unknown to tinker; use one of {', '.join(get_args(LossFnType))}")
     rows = list(samples)
     made = [_datum(sample, loss_fn, images, provenance) for sample in rows]
     return Datums(datums=made, ids=tuple(sample.id for sample in rows))
@@ -181,8 +185,9 @@ def sample_ids(datum: Datum) -> tuple[str, ...]:
 def from_datums(datums: Iterable[Datum], *, ids: Sequence[str] | None = None) -> list[Sample]:
     """Convert datums of text back to samples, named by `ids`, by their provenance, or by their number.
 
-    Tokens are trained where the spans say sampled; without spans where weights are not 0; without weights where
-    log-probabilities or advantages are not 0. Weights other than 1 become `ce_weights`, and the mode is sft.
+    Tokens are trained where the spans say sampled; without spans where `mask` (the cookbook's) is not 0; without a mask
+    where weights are not 0; without weights where log-probabilities or advantages are not 0. Weights other than 1
+    become `ce_weights`, and the mode is sft.
     """
     require("from_datums", "tinker")
     rows = list(datums)
@@ -209,7 +214,7 @@ def _sample(datum: Datum, id: str) -> Sample:  # noqa: A002 - the field's own na
         raise InvalidInput(f"{where}.target_tokens: not one for each of {len(tokens)} input tokens; give one each")
     columns: dict[str, Any] = {name: _shifted(inputs[name]) for name in ("logprobs", "advantages") if name in inputs}
     weights = inputs.get("weights")
-    trained = _trained(datum, inputs, len(tokens))
+    trained = _trained(datum, inputs, len(tokens), where)
     if weights is not None and not np.array_equal(weights, trained):
         columns["ce_weights"] = _shifted(weights)
     if "advantages" in columns:
@@ -223,14 +228,17 @@ def _sample(datum: Datum, id: str) -> Sample:  # noqa: A002 - the field's own na
     )
 
 
-def _trained(datum: Datum, inputs: Mapping[str, Array], count: int) -> Array:
+def _trained(datum: Datum, inputs: Mapping[str, Array], count: int, where: str) -> Array:
     from tinker.types import SampledProvenanceSpan
 
     if datum.loss_fn_input_spans is not None:
         marks = [(isinstance(span, SampledProvenanceSpan), span.length) for span in datum.loss_fn_input_spans]
         return np.repeat([mark for mark, _ in marks], [length for _, length in marks])
-    if "weights" in inputs:
-        return np.asarray(inputs["weights"] != 0)
+    for name in ("mask", "weights"):
+        if name in inputs:
+            if inputs[name].shape != (count,):
+                raise InvalidInput(f"{where}.{name}: {inputs[name].shape} values for {count} targets; give one each")
+            return np.asarray(inputs[name] != 0)
     trained = np.zeros(count, np.bool_)
     for name in ("logprobs", "advantages"):
         trained |= inputs[name] != 0 if name in inputs else False

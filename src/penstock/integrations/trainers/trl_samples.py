@@ -1,8 +1,9 @@
 """Convert TRL's rollout samples, the input of its asynchronous GRPO trainer, in memory and as JSON lines.
 
 TRL keeps them in a queue and has no file format. A line here is `dataclasses.asdict` of a `RolloutSample`. It has one
-advantage per sample and needs log-probabilities, so samples with several advantages or without log-probabilities cannot
-be written.
+advantage per sample, needs log-probabilities, and trains every completion token by policy gradient with weight 1.
+Samples that ask for anything else cannot be written. A reward of NaN, which TRL gives to completions that were not
+scored, is read as none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.arrays import RolloutInfo, Sample, check_metrics, read_rollout
+from penstock.arrays import WEIGHTS, RolloutInfo, Sample, check_metrics, read_rollout
 from penstock.capture import field_of, number_of, optional_mapping, required
 from penstock.errors import InvalidInput
 from penstock.extras import require
@@ -43,6 +44,7 @@ def from_trl(record: Any, *, id: str | None = None, lost: Lost | None = None) ->
     metrics = dict(optional_mapping(record, "metrics", where))
     reward = None if metrics.get("reward") is None else number_of(metrics, "reward", f"{where}.metrics")
     metrics.pop("reward", None)
+    reward = None if reward is None or reward != reward else reward
     if lost is not None:
         fields = asdict(record) if is_dataclass(record) and not isinstance(record, type) else dict(record)
         lost.fields(fields, known=_READ)
@@ -96,11 +98,19 @@ def read_trl(place: Place, lost: Lost) -> Iterator[Sample]:
     """Yield the samples of JSON lines, named by their group and their number in the file."""
     with place.reading() as file:
         for number, (where, line) in enumerate(lines_of(file, place.name)):
-            record = json_object(line, where)
+            record = json_object(line, where, nan=True)
             try:
                 yield from_trl(record, id=f"{record.get('group_id', '')}/{number}", lost=lost)
             except InvalidInput as error:
                 raise InvalidInput(f"{where}: {error}") from None
+
+
+def _trained_differently(sample: Sample) -> str | None:
+    """Return what TRL would ignore about how the sample is to be trained, or None."""
+    for name, neutral in zip(WEIGHTS, (1.0, 0.0, 0.0), strict=True):
+        if name in sample and (sample[name][sample.loss_mask] != neutral).any():
+            return f"{name} other than {neutral:g}"
+    return None if sample.mode == "rl" else f"mode {sample.mode}"
 
 
 def write_trl(samples: Iterable[Sample], place: Place, lost: Lost) -> None:
@@ -112,6 +122,9 @@ def write_trl(samples: Iterable[Sample], place: Place, lost: Lost) -> None:
                 continue
             if one_number(sample, "advantages") is None:
                 lost.left_out["advantages that differ from token to token"] += 1
+                continue
+            if (reason := _trained_differently(sample)) is not None:
+                lost.left_out[reason] += 1
                 continue
             lost.columns(sample, held=HELD)
             lost.unwritten.update(["rewards"] if "rewards" in sample and one_number(sample, "rewards") is None else [])
