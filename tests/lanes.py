@@ -62,6 +62,7 @@ PROCESS = {
     "test_monitoring.py::test_every_number_that_is_asked_for_is_on_the_page",
     "test_monitoring.py::test_prometheus_itself_takes_the_alerts_and_their_tests",
     "test_docs.py",
+    "test_examples.py",
     "test_extras.py",
     "test_package.py",
     "test_security.py",

@@ -24,7 +24,7 @@ from penstock.packing import Packing, Step
 from penstock.plane import Target
 from penstock.testing.trainer import BUGS, check
 from penstock.train.checkpoint import Weights
-from penstock.train.loss import PpoClip
+from penstock.train.loss import Grpo
 from penstock.train.model import build_model
 from penstock.train.run_config import LossConfig, OptimizerConfig, TrainConfig
 from penstock.train.trainer import loss_of, train
@@ -140,7 +140,7 @@ def test_two_ranks_that_are_killed_and_resumed_train_as_the_reference_trainer_do
 
 def kit_checked(rank: int, note: Note, folder: str) -> None:
     """A step of one rank is trained alone by each, one of two ranks together."""
-    trainer = trainer_of(Path(folder), "ipc://nobody", ddp_backend="gloo", loss=PpoClip())
+    trainer = trainer_of(Path(folder), "ipc://nobody", ddp_backend="gloo", loss=Grpo())
     wrapped = trainer.accelerator.prepare(trainer.model)
 
     def step_fn(step: Step) -> tuple[float, dict[str, torch.Tensor]]:

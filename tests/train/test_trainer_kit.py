@@ -12,7 +12,7 @@ import torch
 from penstock.client import SourceStep
 from penstock.errors import InvalidInput
 from penstock.testing.trainer import BUGS, check, each_rank
-from penstock.train.loss import Dppo, Ipo, Loss, PpoClip, Sft
+from penstock.train.loss import Dppo, Grpo, Ipo, Loss, Sft
 from penstock.train.modes import ByMode
 from tests.train.trainer_mutants import VOCABULARY, ForgetsRanks, MeanOfMicroBatches, PerSample, Right, mutants
 
@@ -30,7 +30,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("loss", [PpoClip(), Dppo(), Ipo(), Sft(), ByMode()], ids=lambda loss: type(loss).__name__)
+@pytest.mark.parametrize("loss", [Grpo(), Dppo(), Ipo(), Sft(), ByMode()], ids=lambda loss: type(loss).__name__)
 def test_a_right_trainer_passes_with_any_loss(loss: Loss) -> None:
     report = check(each_rank(Right(loss)), vocabulary=VOCABULARY, tolerance=1e-9)
     assert report.ok, report

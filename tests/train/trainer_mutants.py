@@ -10,7 +10,7 @@ import torch
 from penstock.client import SourceStep
 from penstock.packing import MicroBatch
 from penstock.train import to_torch, token_logprobs
-from penstock.train.loss import Loss, PpoClip
+from penstock.train.loss import Grpo, Loss
 
 VOCABULARY, WIDTH, LONGEST = 13, 8, 128
 Tensors = dict[str, torch.Tensor]
@@ -45,7 +45,7 @@ class Right:
     bug = ""
 
     def __init__(self, loss: Loss | None = None) -> None:
-        self.loss = loss or PpoClip()
+        self.loss = loss or Grpo()
 
     def __call__(self, step: SourceStep, world: int) -> tuple[float, dict[str, torch.Tensor]]:
         model, total = Tiny(), 0.0

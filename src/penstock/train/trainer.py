@@ -33,7 +33,7 @@ from penstock.train import checkpoint
 from penstock.train.agreement import agree
 from penstock.train.checkpoint import Weights
 from penstock.train.fake import FakeSource
-from penstock.train.loss import Dppo, Ipo, Loss, PpoClip
+from penstock.train.loss import Dppo, Grpo, Ipo, Loss
 from penstock.train.materialize import MaskSample
 from penstock.train.metrics_sinks import MetricsFile
 from penstock.train.model import build_model, check_packing, check_trees, check_vocabulary, row_logprobs
@@ -97,7 +97,7 @@ def loss_of(config: LossConfig) -> Loss:
     """Build the configured loss. Samples in other modes than rl use their default losses."""
     kinds: dict[str, Callable[[], Loss]] = {
         "dppo": lambda: Dppo(high=config.threshold, low=config.threshold, kl_tau=config.kl_weight),
-        "grpo": lambda: PpoClip(low=config.clip_low, high=config.clip_high),
+        "grpo": lambda: Grpo(low=config.clip_low, high=config.clip_high),
         "ipo": lambda: Ipo(threshold=config.threshold, kl_tau=config.kl_weight),
     }
     return ByMode(rl=kinds[config.kind]())
