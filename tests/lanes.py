@@ -63,6 +63,7 @@ PROCESS = {
     "test_monitoring.py::test_prometheus_itself_takes_the_alerts_and_their_tests",
     "test_docs.py",
     "test_examples.py",
+    "test_user_types.py",
     "test_extras.py",
     "test_package.py",
     "test_security.py",

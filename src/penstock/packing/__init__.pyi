@@ -20,8 +20,8 @@ from penstock.packing.rank_plan import RankPlan as RankPlan
 from penstock.packing.settings import Modalities as Modalities
 from penstock.packing.settings import PackedImages as PackedImages
 from penstock.packing.settings import Packing as Packing
+from penstock.packing.step import PackedStep as PackedStep
 from penstock.packing.step import RankStep as RankStep
-from penstock.packing.step import Step as Step
 from penstock.packing.step import StepOfRank as StepOfRank
 from penstock.packing.step import pack as pack
 from penstock.packing.step import pack_with as pack_with

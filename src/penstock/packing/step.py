@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Unpack, overload
 from penstock.arrays import Sample, SampleMetadata, Samples
 from penstock.config import build, signature_of
 from penstock.frames import find_node_prefixes
+from penstock.notebook import html_table
 from penstock.packing.accounting import Accounting
 from penstock.packing.denominators import Denominators, Totals
 from penstock.packing.filling import fill
@@ -69,6 +70,16 @@ class StepOfRank(ABC):
         for batch in self:
             yield from batch.samples()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._shown()})"
+
+    def _shown(self) -> str:
+        return f"rank {self.rank}, {len(self)} micro-batches, {self.loss_tokens} trained tokens on all ranks"
+
+    def _repr_html_(self) -> str:
+        rows = [(i, b.sample_count, b.num_tokens, b.loss_tokens, b.modality) for i, b in enumerate(self)]
+        return html_table(self, rows, ("micro-batch", "samples", "tokens", "trained", "modality"))
+
 
 class RankStep(StepOfRank):
     """A rank's part of a step that was packed here. Micro-batches are filled on demand."""
@@ -90,13 +101,10 @@ class RankStep(StepOfRank):
             return [self[i] for i in range(len(self))[index]]
         return fill(self.all_samples, self.rank_plan.only(range(len(self))[index]))[0]
 
-    def __repr__(self) -> str:
-        return f"RankStep(rank {self.rank}, {len(self)} micro-batches)"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What all ranks train between two optimizer updates."""
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PackedStep:
+    """What all ranks train between two optimizer updates, packed here: `pack` returns it."""
 
     plan: Plan
     ranks: tuple[RankStep, ...]
@@ -125,8 +133,19 @@ class Step:
         """Of each rank."""
         return self.plan.accounting.rows
 
+    def __repr__(self) -> str:
+        each = f"{self.num_micro_batches} micro-batches each"
+        return f"PackedStep({len(self.ranks)} ranks, {each}, {self.loss_tokens} trained tokens)"
 
-def pack(samples: Samples | Sequence[Sample], **packing: Unpack[PackingKeywords]) -> Step:
+    def _repr_html_(self) -> str:
+        rows = [
+            (rank.rank, len(rank), sum(b.num_tokens for b in rank), sum(b.loss_tokens for b in rank))
+            for rank in self.ranks
+        ]
+        return html_table(self, rows, ("rank", "micro-batches", "tokens", "trained"))
+
+
+def pack(samples: Samples | Sequence[Sample], **packing: Unpack[PackingKeywords]) -> PackedStep:
     """Pack samples into micro-batches: the same number per rank, within all caps, no sample lost, little waiting.
 
     `seq_len` cuts samples. `micro_batch_max_tokens` caps micro-batches, padding included; it defaults to `seq_len`.
@@ -152,11 +171,11 @@ def pack(samples: Samples | Sequence[Sample], **packing: Unpack[PackingKeywords]
 pack.__signature__ = signature_of(pack, Packing)  # type: ignore[attr-defined]
 
 
-def pack_with(packing: Packing, samples: Samples | Sequence[Sample]) -> Step:
+def pack_with(packing: Packing, samples: Samples | Sequence[Sample]) -> PackedStep:
     """Do what `pack` does, with settings that were built and checked before."""
     columns = Samples.of(samples).conformed(packing.own)
     metadata = SampleMetadata.of(columns, packing.seq_len)
     if packing.trees:
         metadata = replace(metadata, shared=find_node_prefixes(columns))
     made = plan(metadata, packing)
-    return Step(plan=made, ranks=tuple(RankStep(columns, rank_plan) for rank_plan in made.rank_plans))
+    return PackedStep(plan=made, ranks=tuple(RankStep(columns, rank_plan) for rank_plan in made.rank_plans))

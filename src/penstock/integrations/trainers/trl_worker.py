@@ -41,7 +41,7 @@ except ImportError as error:
     raise MissingExtra(f"PlaneRolloutWorker: needs {error.name or error}; {install('trl')}") from None
 
 from penstock.arrays import Sample
-from penstock.client import Plane, Source, SourceStep, connect
+from penstock.client import Plane, Source, Step, connect
 from penstock.errors import ConfigError, InvalidInput, PenstockError, WaitTimeout
 from penstock.integrations.trainers.trl_samples import rollout_fields
 from penstock.protocol import Timeouts
@@ -276,7 +276,7 @@ class PlaneRolloutWorker:
             self._error = error
             raise
 
-    def _samples(self, step: SourceStep) -> list[Handed]:
+    def _samples(self, step: Step) -> list[Handed]:
         samples = list(step.samples())
         groups = {name: self._groups + i for i, name in enumerate(dict.fromkeys(sample.group for sample in samples))}
         self._groups += len(groups)
