@@ -53,6 +53,7 @@ PROCESS = {
     "storage/test_signed.py::test_a_run_of_workers_without_credentials_survives_kills",
     "storage/test_direct.py::test_a_group_that_only_its_worker_has_no_room_for_is_written_by_the_plane",
     "commands/test_cli.py",
+    "commands/test_command_words.py",
     "commands/test_command_errors.py",
     "commands/test_commands_plane.py",
     "log/test_no_folder.py",

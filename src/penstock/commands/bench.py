@@ -39,7 +39,7 @@ BENCHES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = "; ".join(f"{name}: {what}" for name, (what, _) in BENCHES.items())
-    parser.add_argument("name", choices=BENCHES, help=names)
+    parser.add_argument("name", choices=BENCHES, metavar="NAME", help=names)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--check", action="store_true", help="exit 1 when a row with a target misses it")
     parser.add_argument("--full", action="store_true", help="all sizes; takes many minutes")
