@@ -1,6 +1,6 @@
 """Draw docs/images/grpo.svg: the reward of examples/grpo.py, from what it prints.
 
-python examples/grpo.py runs/grpo | .venv/bin/python scripts/plot_grpo.py
+python examples/grpo.py runs/grpo | .venv/bin/python -m scripts.plot_grpo
 """
 
 from __future__ import annotations

@@ -64,6 +64,28 @@ def test_every_page_is_reached_from_the_readme(page: Path) -> None:
     assert f"({page.relative_to(start.parent).as_posix()}" in start.read_text()
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_sections_lead_to_a_heading(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+        file = page.parent / target if target else page
+        assert anchor in anchors(file), f"{page.name} links to {target}#{anchor}"
+
+
+def test_the_first_page_of_the_site_leads_to_every_page() -> None:
+    first = ROOT / "docs" / "index.md"
+    own = [page for page in PAGES if page.parent == first.parent and page != first]
+    folders = [page for page in PAGES if page.name == "index.md" and page != first]
+    for page in own + folders:
+        assert f"({page.relative_to(first.parent).as_posix()}" in first.read_text()
+
+
 def test_a_block_that_fails_is_named_by_page_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A page\n\n```python\nx = 1\n```\n\ntext\n\n```python\n\nassert x == 2, 'x is one'\n```\n")
