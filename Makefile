@@ -4,7 +4,7 @@
 # torch and everything else again: the suite then takes half as long again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-fast test-ray test-packaging test-upstream bench docs clean
+.PHONY: help demo test test-fast test-ray test-packaging test-upstream bench docs release-check clean
 
 help:
 	@echo "make demo    set up, then watch a policy learn on this machine"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-upstream       NeMo-Gym, TransferQueue and verl, with those packages in an environment of their own"
 	@echo "make bench   set up, then measure against rivals on this machine"
 	@echo "make docs    build the documentation site into build/site, in .venv-docs; fails on a broken link"
+	@echo "make release-check    wheel, sdist, metadata, changelog, and the lowest declared versions of the dependencies"
 	@echo "make clean   remove what the others made, .venv included"
 
 demo:
@@ -52,6 +53,10 @@ bench:
 docs:
 	@VENV=.venv-docs bash scripts/setup docs
 	.venv-docs/bin/python scripts/build_docs.py build/site
+
+release-check:
+	@bash scripts/setup dev,bench
+	.venv/bin/python -m scripts.release_check
 
 clean:
 	rm -rf .venv .venv-docs .venv-ray build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache

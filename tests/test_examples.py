@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import json
 import os
 import re
 import signal
@@ -61,3 +63,25 @@ def test_the_page_shows_the_plain_loop_as_it_is() -> None:
 def test_examples_stay_short() -> None:
     code = (ROOT / "examples" / "grpo.py").read_text().split('"""\n\n', 1)[1]
     assert len([line for line in code.splitlines() if line.strip()]) <= 65
+
+
+@pytest.mark.parametrize("notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_runs_from_top_to_bottom_and_shows_tables(
+    notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = json.loads(notebook.read_text())
+    assert page["nbformat"] == 4
+    names: dict[str, Any] = {"__name__": "__main__"}
+    tables = 0
+    for number, cell in enumerate(page["cells"]):
+        if cell["cell_type"] != "code":
+            continue
+        assert not cell["outputs"], f"cell {number}: clear the outputs before you commit"
+        body = ast.parse("".join(cell["source"])).body
+        last = body.pop() if isinstance(body[-1], ast.Expr) else None
+        exec(compile(ast.Module(body, []), f"{notebook.name} cell {number}", "exec"), names)
+        if isinstance(last, ast.Expr):
+            shown = eval(compile(ast.Expression(last.value), f"{notebook.name} cell {number}", "eval"), names)
+            tables += "<table>" in getattr(shown, "_repr_html_", str)()
+    assert tables
