@@ -20,6 +20,7 @@ GROUPS = {
     "try": {
         "demo": "a complete RL run on this machine",
         "train": "run a configuration file",
+        "pack": "pack sequences of given lengths; compare packers",
         "bench": "measure against rivals on this machine",
     },
     "run": {

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    _find_benchmarks()
+    find_benchmarks("bench")
     report = importlib.import_module("benchmarks.report")
     module = importlib.import_module(f"benchmarks.{args.name}")
     rows = module.run(full=args.full, progress=_progress, **_interpreters(args))
@@ -65,12 +65,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _find_benchmarks() -> None:
+def find_benchmarks(what: str) -> None:
     """Make `benchmarks/` importable, ahead of any other package of that name. The wheel does not contain it."""
     root = Path(__file__).parents[3]
     if not (root / "benchmarks" / "report.py").is_file():
         raise ConfigError(
-            "bench: the benchmarks are in the repository, not in the installed package; clone it, run `make bench`"
+            f"{what}: the benchmarks are in the repository, not in the installed package; clone it, run `make bench`"
         )
     sys.path.insert(0, str(root))
 

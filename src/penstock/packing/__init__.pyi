@@ -1,6 +1,7 @@
 from penstock.arrays.sample_metadata import SampleMetadata as SampleMetadata
 from penstock.packing.accounting import Accounting as Accounting
 from penstock.packing.accounting import Counts as Counts
+from penstock.packing.assignment import assign as assign
 from penstock.packing.block_pool import BlockPool as BlockPool
 from penstock.packing.cost import Cost as Cost
 from penstock.packing.cost import Observation as Observation
