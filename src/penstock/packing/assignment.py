@@ -27,8 +27,7 @@ def assign(
     [[[3, 2]], [[0, 1]]]
     """
     tokens = _checked(lengths, cap)
-    settings = {} if cost is None else {"cost": cost}
-    made = plan(SampleMetadata.of_lengths(tokens), Packing(ranks=ranks, seq_len=cap, **settings))
+    made = plan(SampleMetadata.of_lengths(tokens), Packing(ranks=ranks, seq_len=cap, cost=cost or Cost()))
     return [
         [part.order[part.starts[m] : part.starts[m + 1]].tolist() for m in range(len(part))] for part in made.rank_plans
     ]
