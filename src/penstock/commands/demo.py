@@ -225,9 +225,9 @@ def _closing(report: dict[str, Any], config: TrainConfig, following: tuple[str, 
         under_way = ledger["scheduled"] + ledger["delivered"]
         lines.append(
             f"Ledger: {ledger['accepted']:,} samples accepted, {ledger['committed']:,} trained, {ledger['held']:,} "
-            f"held, {under_way:,} under way, {_dropped(ledger['dropped'])}; "
-            + ("every one accounted for." if ledger["balanced"] else "NOT BALANCED.")
+            f"held, {under_way:,} under way, {_dropped(ledger['dropped'])}."
         )
+        lines.append("Every sample is accounted for." if ledger["balanced"] else "The ledger is NOT BALANCED.")
     if (distinct := _trained_once(ledger)) and ledger["uses"] > distinct:
         lines.append(f"Replay: each trained sample was used {ledger['uses'] / distinct:.2f} times on average.")
     if gap is not None:
