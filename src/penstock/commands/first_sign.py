@@ -8,8 +8,8 @@ import time
 from types import TracebackType
 from typing import Any
 
-QUIET_S = 2.0
-"""A command may be silent for this long."""
+QUIET_S = 1.5
+"""A command may be silent for this long. Python itself takes the rest of two seconds to start."""
 _CLEAR = "\r\033[K"
 
 
