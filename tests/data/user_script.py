@@ -41,4 +41,5 @@ def main() -> None:
     print(plane.ledger.committed, plane.ledger)
 
 
-main()
+if __name__ == "__main__":
+    main()
