@@ -24,7 +24,7 @@ def assign(
     time model (default: linear in tokens plus attention). A length above `cap` raises `InvalidInput`.
 
     >>> assign([5, 3, 2, 6], ranks=2, cap=8)
-    [[[3, 2]], [[0, 1]]]
+    [[[2, 3]], [[0, 1]]]
     """
     tokens = _checked(lengths, cap)
     made = plan(SampleMetadata.of_lengths(tokens), Packing(ranks=ranks, seq_len=cap, cost=cost or Cost()))
