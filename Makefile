@@ -4,7 +4,7 @@
 # torch and everything else again: the suite then takes half as long again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-fast test-ray test-packaging test-integrations bench clean
+.PHONY: help demo test test-fast test-ray test-packaging test-integrations bench docs release-check clean
 
 help:
 	@echo "make demo    set up, then watch a policy learn on this machine"
@@ -14,6 +14,8 @@ help:
 	@echo "make test-packaging   build the package and try it in fresh environments, on every Python that is found"
 	@echo "make test-integrations       NeMo-Gym, TransferQueue and verl, with those packages in an environment of their own"
 	@echo "make bench   set up, then measure against rivals on this machine"
+	@echo "make docs    build the documentation site into build/site, in .venv-docs; fails on a broken link"
+	@echo "make release-check    wheel, sdist, metadata, changelog, and the lowest declared versions of the dependencies"
 	@echo "make clean   remove what the others made, .venv included"
 
 demo:
@@ -48,6 +50,14 @@ bench:
 	for name in $$(.venv/bin/python -c "from penstock.commands.bench import BENCHES; print(*list(BENCHES)[1:])"); do \
 	  .venv/bin/penstock bench $$name || exit 1; echo; done
 
+docs:
+	@VENV=.venv-docs bash scripts/setup docs
+	.venv-docs/bin/python scripts/build_docs.py build/site
+
+release-check:
+	@bash scripts/setup dev,bench
+	.venv/bin/python -m scripts.release_check
+
 clean:
-	rm -rf .venv .venv-ray build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache
+	rm -rf .venv .venv-docs .venv-ray build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

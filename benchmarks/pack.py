@@ -57,29 +57,6 @@ class Case:
     tight_bound: float
 
 
-def traits_of(lengths: NDArray[np.int64]) -> SampleMetadata:
-    """SampleMetadata of plain text samples of these lengths, all but the first token trained."""
-    count = len(lengths)
-    zeros = np.zeros(count, np.int64)
-    return SampleMetadata(
-        lengths=lengths,
-        kept=lengths,
-        loss_tokens=lengths - 1,
-        kept_loss_tokens=lengths - 1,
-        term_tokens=np.stack([lengths - 1, zeros, zeros], axis=1),
-        patches=zeros,
-        modality=zeros.astype(np.uint8),
-        stub=zeros,
-        stub_patches=zeros,
-        has={},
-        shapes={},
-        ids=tuple(map(str, range(count))),
-        group=("",) * count,
-        run=("",) * count,
-        mode=("rl",) * count,
-    )
-
-
 def case(distribution: str, count: int, cap: int, ranks: int) -> Case:
     lengths = np.minimum(draw(distribution, count), cap)
     costs = COST.of_samples(lengths)
@@ -100,7 +77,9 @@ def case(distribution: str, count: int, cap: int, ranks: int) -> Case:
 def ours(lengths: NDArray[np.int64], costs: NDArray[np.float64], ranks: int, cap: int) -> Grid:
     """Our plan in the form of the rivals' grids."""
     del costs
-    shares = plan(traits_of(lengths), Packing(ranks=ranks, seq_len=cap, pad_to_multiple_of=MULTIPLE)).rank_plans
+    shares = plan(
+        SampleMetadata.of_lengths(lengths), Packing(ranks=ranks, seq_len=cap, pad_to_multiple_of=MULTIPLE)
+    ).rank_plans
     return [
         [share.order[share.starts[m] : share.starts[m + 1]].tolist() for share in shares] for m in range(len(shares[0]))
     ]
@@ -219,7 +198,7 @@ def _against(label: str, mine: dict[str, Score], rival: str, theirs: dict[str, S
 
 def _cap_rows() -> list[Row]:
     """What a cap above the longest sample gains: the share of the ranks' time that is lost."""
-    metadata = traits_of(draw("cot", 1_024))
+    metadata = SampleMetadata.of_lengths(draw("cot", 1_024))
     rows = []
     for factor in (1.0, 1.5, 2.0):
         packing = Packing(
@@ -237,7 +216,7 @@ def _cap_rows() -> list[Row]:
 def _run_rows() -> list[Row]:
     """Sixteen runs in one step: rows of one modality against rows of one run."""
     lengths = draw("cot", 1_024)
-    metadata = replace(traits_of(lengths), run=tuple(f"run{i % 16}" for i in range(len(lengths))))
+    metadata = replace(SampleMetadata.of_lengths(lengths), run=tuple(f"run{i % 16}" for i in range(len(lengths))))
     packings = [
         Packing(ranks=64, seq_len=32_768, pad_to_multiple_of=MULTIPLE, rows_by="modality"),
         Packing(ranks=64, seq_len=32_768, pad_to_multiple_of=MULTIPLE, rows_by="tenant"),
@@ -260,7 +239,7 @@ def _time_rows(*, full: bool, progress: Callable[[str], None]) -> list[Row]:
     for count, target in TIME_TARGETS_MS.items():
         progress(f"planning {count:,} samples")
         given = case("grpo", count, 32_768, 64)
-        metadata = traits_of(given.lengths)
+        metadata = SampleMetadata.of_lengths(given.lengths)
         packing = Packing(ranks=64, seq_len=32_768, pad_to_multiple_of=MULTIPLE)
         arguments = (given.lengths, given.costs, 64, given.cap)
         rivals: dict[str, Callable[[], Any]] = {"greedy + ffd (AReaL)": partial(greedy_ffd, *arguments)}

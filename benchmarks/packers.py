@@ -209,3 +209,12 @@ RIVALS: dict[str, Packer] = {
     "FF + split + KK (slime)": ff_split_kk,
     "next fit (torchtitan, open-instruct)": next_fit_stride,
 }
+BY_TRAINER: dict[str, Packer] = {
+    "prime-rl": ffd_split_kk,
+    "prime-rl-compact": ffd_stride,
+    "verl": kk_kk,
+    "areal": greedy_ffd,
+    "slime": ff_split_kk,
+    "torchtitan": next_fit_stride,
+}
+"""The same by name, for `penstock pack --against`."""

@@ -10,9 +10,10 @@ import numpy as np
 
 from benchmarks.lengths import draw as draw_lengths
 from benchmarks.list_path import MULTIPLE
-from benchmarks.pack import COST, traits_of
+from benchmarks.pack import COST
 from benchmarks.packers import ffd_stride
 from benchmarks.tree_cases import grpo
+from penstock.arrays import SampleMetadata
 from penstock.packing import Packing, plan
 from penstock.view.plot_step import Timing, draw, timing_of
 
@@ -31,8 +32,10 @@ def example(path: Path) -> None:
     draw(
         {
             "first fit decreasing, dealt in turn": copies_idle,
-            "penstock": timing_of(plan(traits_of(lengths), packing).rank_plans, COST),
-            "penstock, cap twice seq_len": timing_of(plan(traits_of(lengths), long_rows).rank_plans, COST),
+            "penstock": timing_of(plan(SampleMetadata.of_lengths(lengths), packing).rank_plans, COST),
+            "penstock, cap twice seq_len": timing_of(
+                plan(SampleMetadata.of_lengths(lengths), long_rows).rank_plans, COST
+            ),
         },
         path,
     )

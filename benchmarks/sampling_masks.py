@@ -19,7 +19,7 @@ from penstock.convert import make_group
 from penstock.demo.sampler import sample
 from penstock.demo.tasks import Task, make_task, model_of
 from penstock.demo.worker import answer_turn
-from penstock.packing import Step, pack
+from penstock.packing import PackedStep, pack
 from penstock.train import TaskConfig, build_model, forward, kept_of, measure_gap, to_torch, token_logprobs
 
 
@@ -76,7 +76,7 @@ def _rollouts(model: Any, task: Task, top_p: float, prompts: int, seed: int) -> 
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def _compare(model: Any, step: Step, *, masks: bool) -> Difference:
+def _compare(model: Any, step: PackedStep, *, masks: bool) -> Difference:
     kl, largest = 0.0, 0.0
     for batch in step.ranks[0]:
         tensors = to_torch(batch)

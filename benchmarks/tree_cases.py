@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.lengths import draw
-from benchmarks.pack import traits_of
 from penstock.arrays.sample_metadata import SampleMetadata
 from penstock.arrays.shared_prefixes import SharedPrefixes
 
@@ -29,7 +28,7 @@ class Case:
 
 def _metadata(lengths: list[int], parents: list[int], shared: list[int], groups: list[int]) -> SampleMetadata:
     found = SharedPrefixes.of(parents, shared)
-    made = traits_of(np.array(lengths, np.int64))
+    made = SampleMetadata.of_lengths(np.array(lengths, np.int64))
     return replace(made, shared=found, group=tuple(f"g{g}" for g in groups))
 
 
@@ -76,7 +75,7 @@ def agentic(count: int) -> SampleMetadata:
 
 def apart(count: int) -> SampleMetadata:
     lengths = draw("cot", count)
-    return replace(traits_of(lengths), shared=SharedPrefixes.none(count))
+    return replace(SampleMetadata.of_lengths(lengths), shared=SharedPrefixes.none(count))
 
 
 def _around(rng: np.random.Generator, middle: int, spread: float, count: int) -> NDArray[np.int64]:

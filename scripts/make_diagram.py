@@ -18,7 +18,16 @@ import grimp
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "internals" / "architecture.md"
 START, END = "<!-- diagram: made by scripts/make_diagram.py -->", "<!-- end of diagram -->"
-LEFT_OUT = {"version", "errors", "atomic", "config", "extras", "lazy", "__main__"}  # below every stage, or only a name
+LEFT_OUT = {
+    "version",
+    "errors",
+    "atomic",
+    "config",
+    "extras",
+    "lazy",
+    "notebook",
+    "__main__",
+}  # below every stage, or only a name
 
 
 def edges() -> set[tuple[str, str]]:

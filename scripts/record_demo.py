@@ -35,10 +35,11 @@ def main() -> None:
     console.print(page(Progress(rows=rows, status=status, kills={}, seconds=seconds)))
     IMAGES.mkdir(exist_ok=True)
     (IMAGES / "demo.svg").write_text(console.export_svg(title="make demo"))
-    _curve([row["train/reward"] for row in rows], IMAGES / "reward.svg")
+    curve([row["train/reward"] for row in rows], IMAGES / "reward.svg", "penstock demo: reverse three letters")
 
 
-def _curve(rewards: list[float], path: Path) -> None:
+def curve(rewards: list[float], path: Path, title: str) -> None:
+    """Draw the reward of each step and its mean over ten steps."""
     mpl.use("svg")
     mpl.rcParams["svg.hashsalt"] = "penstock"
     from matplotlib import pyplot
@@ -48,7 +49,7 @@ def _curve(rewards: list[float], path: Path) -> None:
     steps = range(1, len(rewards) + 1)
     axes.plot(steps, rewards, color="#9ab", linewidth=0.8, label="each step")
     axes.plot(steps, means, color="#174", linewidth=1.8, label="mean of ten")
-    axes.set(xlabel="step", ylabel="reward", ylim=(0, 1), title="penstock demo: reverse three letters")
+    axes.set(xlabel="step", ylabel="reward", ylim=(0, 1), title=title)
     axes.legend(frameon=False, loc="lower right")
     figure.savefig(path, metadata={"Date": None})
 

@@ -8,13 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from penstock.cli import COMMANDS
 from penstock.commands.inspect import inspect_frame
 from scripts import make_diagram, make_hex
 from scripts.run_doc_blocks import blocks, main, pages
 
 ROOT = Path(__file__).parent.parent
 PAGES = pages()
+SKILL = ROOT / "skills" / "penstock" / "SKILL.md"
+BESIDE = [SKILL, *(ROOT / name for name in ("CONTRIBUTING.md", "AGENTS.md", "SECURITY.md", "llms.txt"))]
+"""Pages outside docs/, for people and for coding agents."""
 
 
 def test_readme_shows_the_quickstart_of_the_examples() -> None:
@@ -47,7 +52,7 @@ def test_inspect_example_is_what_the_command_prints() -> None:
         assert re.search(rf"^{column['name']} +{re.escape(column['coding'])} +{column['bytes']:,} ", page, re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *BESIDE], ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if not target.startswith(("http://", "https://")):
@@ -62,6 +67,48 @@ def test_every_page_is_reached_from_the_readme(page: Path) -> None:
     by_index = page.parent != ROOT / "docs" and page.name != "index.md"
     start = page.parent / "index.md" if by_index else ROOT / "README.md"
     assert f"({page.relative_to(start.parent).as_posix()}" in start.read_text()
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_sections_lead_to_a_heading(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+        file = page.parent / target if target else page
+        assert anchor in anchors(file), f"{page.name} links to {target}#{anchor}"
+
+
+def test_the_first_page_of_the_site_leads_to_every_page() -> None:
+    first = ROOT / "docs" / "index.md"
+    own = [page for page in PAGES if page.parent == first.parent and page != first]
+    folders = [page for page in PAGES if page.name == "index.md" and page != first]
+    for page in own + folders:
+        assert f"({page.relative_to(first.parent).as_posix()}" in first.read_text()
+
+
+def test_the_skill_runs_and_says_when_to_use_it() -> None:
+    head = SKILL.read_text().split("---\n")[1]
+    assert re.search(r"^name: penstock\ndescription: .{80,1000}$", head, re.MULTILINE)
+    assert main([str(SKILL)]) == 0
+
+
+def test_llms_txt_has_the_form_that_readers_expect() -> None:
+    lines = (ROOT / "llms.txt").read_text().splitlines()
+    assert lines[0] == "# Penstock" and lines[2].startswith("> ")
+    assert all(re.match(r"- \[.+\]\(.+\)", line) for line in lines if line.startswith("-"))
+
+
+def test_ci_of_every_host_runs_the_same_script() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert workflow["jobs"]["test"]["steps"][-1] == {"run": "bash .ci/run"}
+    for page in (ROOT / ".github").rglob("*.md"):
+        for name in re.findall(r"`penstock ([a-z]+)", page.read_text()):
+            assert name in COMMANDS, page
 
 
 def test_a_block_that_fails_is_named_by_page_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,8 @@ from penstock.extras import EXTRAS
 from scripts.run_doc_blocks import pages
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*pages(), ROOT / "CONTRIBUTING.md"]
+BESIDE = ("CONTRIBUTING.md", "AGENTS.md", "SECURITY.md", "llms.txt", "skills/penstock/SKILL.md")
+PAGES = [*pages(), *(ROOT / name for name in BESIDE)]
 
 
 def commands(text: str) -> Iterator[str]:

@@ -15,7 +15,7 @@ from tests.support.plane_processes import SMALL
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OURS = ("dev", "all")
+OURS = ("docs", "dev", "all")
 """Extras that only collect others, or are for work on Penstock itself."""
 DISTRIBUTIONS = {
     "opentelemetry.sdk": "opentelemetry-sdk",

@@ -24,6 +24,7 @@ NAMES = [
     "Source",
     "Step",
     "Table",
+    "Timeouts",
     "TokenExporter",
     "Trajectory",
     "Turn",

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from penstock.arrays import Column, Sample
     from penstock.assets import AssetStore
     from penstock.capture import Trajectory, Turn
-    from penstock.client import Plane, Source, connect, open  # noqa: A004
+    from penstock.client import Plane, Source, Step, connect, open  # noqa: A004
     from penstock.convert import Group, grpo
     from penstock.errors import PenstockError
     from penstock.frames import decode, encode
-    from penstock.packing import MicroBatch, Step, pack
+    from penstock.packing import MicroBatch, pack
+    from penstock.protocol import Timeouts
     from penstock.replay import Fifo, Lifo, MinSize, Prioritized, SamplesPerInsert, Table, Uniform
     from penstock.train import to_torch
     from penstock.version import __version__
@@ -38,8 +39,9 @@ _HOMES = {
     "Sample": "arrays",
     "SamplesPerInsert": "replay",
     "Source": "client",
-    "Step": "packing",
+    "Step": "client",
     "Table": "replay",
+    "Timeouts": "protocol",
     "TokenExporter": "view",
     "Trajectory": "capture",
     "Turn": "capture",
@@ -70,6 +72,7 @@ __all__ = [
     "Source",
     "Step",
     "Table",
+    "Timeouts",
     "TokenExporter",
     "Trajectory",
     "Turn",

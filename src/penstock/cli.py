@@ -9,46 +9,76 @@ import select
 import sys
 from collections.abc import Sequence
 
+from penstock.commands.first_sign import FirstSign
+from penstock.commands.parsing import MissingWords, Parser, suggestion
 from penstock.config import removed_message
 from penstock.errors import PenstockError
 from penstock.extras import missing
 from penstock.version import __version__
 
-COMMANDS = {
-    "demo": "a complete RL run on this machine",
-    "train": "run a configuration file",
-    "serve": "run a plane: workers put groups, ranks take steps",
-    "rollouts": "generate rollouts with verifiers environments",
-    "top": "watch a running plane: rates, buffer, staleness, waits",
-    "runs": "list the runs in a database, bucket or folder; delete one",
-    "tenants": "show a plane's tenants; change their shares",
-    "view": "look at every token of a run in the browser",
-    "tokens": "means and maxima over the trained tokens of each step",
-    "diff": "find where two recorded runs first differ",
-    "rerun": "put a run into a plane again, or verify its decisions",
-    "copy": "copy a run to another folder, once or continuously",
-    "quarantine": "groups that no step can use: list, release, drop",
-    "storage": "compare a run's log and storage; recover; forget",
-    "inspect": "show the contents of a frame or a run",
-    "convert": "convert samples between file formats",
-    "assets": "the images of a run: list, verify, sweep",
-    "keys": "create keys that let other hosts connect to a plane",
-    "doctor": "check this installation and this machine",
-    "bench": "measure against rivals on this machine",
+GROUPS = {
+    "try": {
+        "demo": "a complete RL run on this machine",
+        "train": "run a configuration file",
+        "pack": "pack sequences of given lengths; compare packers",
+        "bench": "measure against rivals on this machine",
+    },
+    "run": {
+        "serve": "run a plane: workers put groups, ranks take steps",
+        "rollouts": "generate rollouts with verifiers environments",
+        "keys": "create keys that let other hosts connect to a plane",
+        "tenants": "show a plane's tenants; change their shares",
+        "runs": "list the runs in a database, bucket or folder; delete one",
+        "copy": "copy a run to another folder, once or continuously",
+    },
+    "look": {
+        "view": "look at every token of a run in the browser",
+        "top": "watch a running plane: rates, buffer, staleness, waits",
+        "tokens": "means and maxima over the trained tokens of each step",
+        "inspect": "show the contents of a frame or a run",
+        "diff": "find where two recorded runs first differ",
+        "convert": "convert samples between file formats",
+    },
+    "check": {
+        "doctor": "check this installation and this machine",
+        "storage": "compare a run's log and storage; recover; forget",
+        "quarantine": "groups that no step can use: list, release, drop",
+        "rerun": "put a run into a plane again, or verify its decisions",
+        "assets": "the images of a run: list, verify, sweep",
+    },
 }
+"""Commands with their summaries, by what one wants to do."""
+COMMANDS = {name: summary for commands in GROUPS.values() for name, summary in commands.items()}
+
+
+def overview() -> str:
+    """List the commands in their groups."""
+    lines = [
+        "usage: penstock COMMAND ...",
+        "",
+        "The data plane for RL post-training: from rollouts to rank-ready micro-batches.",
+    ]
+    for group, commands in GROUPS.items():
+        lines += ["", f"{group}:", *(f"  {name:<12}{summary}" for name, summary in commands.items())]
+    return "\n".join([*lines, "", "For details and an example: penstock COMMAND --help", ""])
+
+
+class _Overview(Parser):
+    """The parser of `penstock` itself, whose help is the overview."""
+
+    def format_help(self) -> str:
+        return overview()
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """Build the parser. With `only`, import just that command's module."""
-    parser = argparse.ArgumentParser(
-        prog="penstock",
-        description="The data plane for RL post-training: from rollouts to rank-ready micro-batches.",
-        epilog="For details and an example of a command: penstock COMMAND --help",
-    )
+    parser = _Overview(prog="penstock", usage="penstock COMMAND ...")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, prog="penstock", parser_class=Parser
+    )
     for name, summary in COMMANDS.items():
-        sub = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        sub = commands.add_parser(name, help=summary)
         if only in (None, name):
             module = importlib.import_module(f"penstock.commands.{name}")
             sub.description = module.__doc__
@@ -63,7 +93,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if removed := removed_message(arguments):
         print(removed, file=sys.stderr)
         return 2
-    args = build_parser(arguments[0] if arguments and arguments[0] in COMMANDS else "").parse_args(arguments)
+    if not arguments:
+        print(overview(), end="")
+        return 2
+    command = arguments[0]
+    if command not in COMMANDS and not command.startswith("-"):
+        likely = suggestion(command, COMMANDS)
+        print(f"penstock: {_shown(command)}: no such command{likely}; see penstock --help", file=sys.stderr)
+        return 2
+    with FirstSign(command):
+        return _run(build_parser(command if command in COMMANDS else "").parse_args(arguments))
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         code: int = args.run(args)
         sys.stdout.flush()
@@ -73,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         print(f"penstock {args.command}: {_shown(_sentence(error))}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, MissingWords) else 1
     except ImportError as error:
         found = missing(args.command, error)
         if found is error:

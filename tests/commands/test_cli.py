@@ -111,7 +111,7 @@ def test_every_command_explains_itself_with_an_example(command: str, capsys: pyt
     assert f"penstock {command} " in capsys.readouterr().out.split("usage:", 1)[1].split("\n", 2)[2]
 
 
-@pytest.mark.parametrize("words", [[], ["nonsense"], ["inspect"], ["bench", "nonsense"]])
+@pytest.mark.parametrize("words", [["--nonsense"], ["inspect"], ["bench", "nonsense"]])
 def test_words_that_make_no_command_exit_with_2(words: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(words)

@@ -96,7 +96,7 @@ def test_words_on_the_command_line_win_over_the_file(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named_by_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve"]) == 1
+    assert main(["serve"]) == 2
     text = capsys.readouterr().err
     assert all(word in text for word in ("FOLDER", "--ranks and --seq-len", "--groups-per-step", "--config"))
 

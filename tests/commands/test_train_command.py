@@ -70,7 +70,7 @@ def test_a_run_without_a_task_trains_on_what_foreign_processes_put(
     assert [producer.returncode for producer in producers] == [0, 0]
     assert said.startswith(f"Groups are accepted at {url}")
     assert "Training finished: reward 0.33 -> 0.33 in 4 steps" in said
-    assert "24 samples accepted, 24 trained, 0 held, 0 under way, 0 dropped; every one accounted for." in said
+    assert "24 samples accepted, 24 trained, 0 held, 0 under way, 0 dropped.\nEvery sample is accounted for." in said
     ledger = json.loads(Path("runs/mine/status.json").read_text())["ledger"]
     assert ledger["balanced"] and ledger["committed"] == 24
 

@@ -17,16 +17,16 @@ from transformers import AttentionInterface, AutoModelForCausalLM, TrainerCallba
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import penstock as ps
-from penstock.client import SourceStep
+from penstock.client import Step
 from penstock.demo.run_files import Metrics
 from penstock.demo.tasks import REVERSE, model_of
 from penstock.errors import ConfigError
 from penstock.integrations.trainers.transformers_trainer import PlaneTrainer, last_checkpoint, step_of
-from penstock.packing import Packing, Step
+from penstock.packing import PackedStep, Packing
 from penstock.plane import Target
 from penstock.testing.trainer import BUGS, check
 from penstock.train.checkpoint import Weights
-from penstock.train.loss import PpoClip
+from penstock.train.loss import Grpo
 from penstock.train.model import build_model, check_packing
 from penstock.train.run_config import LossConfig, OptimizerConfig, TrainConfig
 from penstock.train.trainer import loss_of, train
@@ -143,15 +143,15 @@ def test_two_ranks_that_are_killed_and_resumed_train_as_the_reference_trainer_do
 
 def kit_checked(rank: int, note: Note, folder: str) -> None:
     """A step of one rank is trained alone by each, one of two ranks together."""
-    trainer = trainer_of(Path(folder), "ipc://nobody", ddp_backend="gloo", loss=PpoClip())
+    trainer = trainer_of(Path(folder), "ipc://nobody", ddp_backend="gloo", loss=Grpo())
     wrapped = trainer.accelerator.prepare(trainer.model)
 
-    def step_fn(step: Step) -> tuple[float, dict[str, torch.Tensor]]:
+    def step_fn(step: PackedStep) -> tuple[float, dict[str, torch.Tensor]]:
         trainer.world = len(step.ranks)
         model, own = (trainer.model, 0) if trainer.world == 1 else (wrapped, rank)
         part = step.ranks[own]
         model.zero_grad()
-        loss = trainer.training_step(model, SourceStep(1, "", part.rank_plan, list(part)))
+        loss = trainer.training_step(model, Step(1, "", part.rank_plan, list(part)))
         distributed.all_reduce(loss)
         gradients = {
             n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trainer.model.named_parameters()
@@ -200,10 +200,10 @@ def test_without_a_checkpoint_training_begins_where_it_is_told_to(plane: ps.Plan
     digests: list[list[str]] = []
 
     class Look:
-        def write(self, step: SourceStep, batch: Any, terms: Any, *, policy_version: int) -> None:
+        def write(self, step: Step, batch: Any, terms: Any, *, policy_version: int) -> None:
             assert policy_version == step.number - 1
 
-        def close_step(self, step: SourceStep) -> None:
+        def close_step(self, step: Step) -> None:
             digests[-1].append(step.digest)
 
         def close(self) -> None: ...

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from penstock.arrays import ImageSpan, Sample
-from penstock.packing import MicroBatch, PackedImages, Step
+from penstock.packing import MicroBatch, PackedImages, PackedStep
 
 SAFE = PackedImages(explicit_boundaries=True, varlen_attention=True)
 """Images may share rows with others."""
@@ -29,9 +29,9 @@ def picture(length: int, *spans: ImageSpan, name: str | None = None, **more: Any
     return sample(length, name, images=spans, mm_token_type_ids=types, **more)
 
 
-def batches_of(step: Step) -> list[MicroBatch]:
+def batches_of(step: PackedStep) -> list[MicroBatch]:
     return [batch for rank in step.ranks for batch in rank]
 
 
-def real(step: Step) -> list[MicroBatch]:
+def real(step: PackedStep) -> list[MicroBatch]:
     return [batch for batch in batches_of(step) if not batch.is_dummy]

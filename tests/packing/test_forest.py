@@ -16,7 +16,7 @@ from penstock.arrays.columns import TOKEN_COLUMNS
 from penstock.arrays.ragged import Ragged, same_bits
 from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames.node_prefixes import find_node_prefixes
-from penstock.packing import MicroBatch, Packing, RankPlan, Step, fill, pack_with
+from penstock.packing import MicroBatch, PackedStep, Packing, RankPlan, fill, pack_with
 from penstock.packing.forest import MASK_TOKENS, grow
 from penstock.testing import reference_pack as reference
 from penstock.testing.packing import branching, tree_packings
@@ -65,7 +65,7 @@ def test_keys_of_a_segment_are_its_path_with_the_queries_last(
             assert own[: len(own) - length + q + 1] == np.flatnonzero(mask[start + q]).tolist()
 
 
-def batches_of(step: Step) -> list[tuple[RankPlan, int, MicroBatch]]:
+def batches_of(step: PackedStep) -> list[tuple[RankPlan, int, MicroBatch]]:
     return [(rank.rank_plan, m, batch) for rank in step.ranks for m, batch in enumerate(rank)]
 
 

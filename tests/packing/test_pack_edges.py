@@ -7,8 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks.pack import traits_of
-from penstock.arrays import Sample
+from penstock.arrays import Sample, SampleMetadata
 from penstock.errors import ConfigError
 from penstock.packing import Modalities, Packing, pack, plan
 from tests.packing.small_samples import SAFE, batches_of, image, picture, real, sample
@@ -127,7 +126,7 @@ def test_a_hundred_thousand_samples_are_planned_within_two_seconds() -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(np.exp(rng.normal(8, 1, 100_000)), 1, 32_000).astype(np.int64)
     started = time.process_time()
-    made = plan(traits_of(lengths), Packing(ranks=64, seq_len=32_768))
+    made = plan(SampleMetadata.of_lengths(lengths), Packing(ranks=64, seq_len=32_768))
     assert time.process_time() - started < 2.0
     made.accounting.check()
     assert sum(len(rank_plan.order) for rank_plan in made.rank_plans) == len(lengths)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.arrays import Ragged, Sample, Samples
 from penstock.arrays.ragged import arrays_in, copied, same_bits
-from penstock.packing import Packing, RankPlan, SampleMetadata, Step, fill, pack_with
+from penstock.packing import PackedStep, Packing, RankPlan, SampleMetadata, fill, pack_with
 from penstock.testing import reference_pack as reference
 from penstock.testing.packing import packable, packings
 from tests.packing.small_samples import batches_of
@@ -24,7 +24,7 @@ def kept(samples: list[Sample], packing: Packing) -> dict[str, int]:
     return {sample.id: int(n) for sample, n in zip(samples, metadata.kept, strict=True) if n}
 
 
-def try_pack(packing: Packing, samples: list[Sample]) -> Step | None:
+def try_pack(packing: Packing, samples: list[Sample]) -> PackedStep | None:
     """None when not one of the samples can be packed."""
     if samples and not kept(samples, packing):
         return None

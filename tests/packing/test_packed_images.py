@@ -8,7 +8,7 @@ import pytest
 
 from penstock.arrays import ImageSpan, Sample
 from penstock.errors import ConfigError
-from penstock.packing import Modalities, PackedImages, Packing, Step, pack
+from penstock.packing import Modalities, PackedImages, PackedStep, Packing, pack
 
 SAFE = PackedImages(explicit_boundaries=True, varlen_attention=True)
 
@@ -22,7 +22,7 @@ def text(name: str) -> Sample:
     return Sample(id=name, token_ids=range(8))
 
 
-def together(step: Step) -> list[tuple[str, ...]]:
+def together(step: PackedStep) -> list[tuple[str, ...]]:
     return sorted(batch.segments.ids for rank in step.ranks for batch in rank if not batch.is_dummy)
 
 

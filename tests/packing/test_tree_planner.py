@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from numpy.typing import NDArray
 
-from benchmarks.pack import traits_of
 from benchmarks.tree_cases import Case, cases
 from benchmarks.tree_packers import RIVALS
 from benchmarks.trees import bins_of, packing_of, score
@@ -30,7 +29,7 @@ def family(lengths: NDArray[np.int64], prompt: int, size: int) -> SampleMetadata
     numbers = np.arange(len(lengths))
     first = numbers % size == 0
     shared = SharedPrefixes.of(np.where(first, -1, numbers - 1).tolist(), np.where(first, 0, prompt).tolist())
-    return replace(traits_of(lengths), shared=shared)
+    return replace(SampleMetadata.of_lengths(lengths), shared=shared)
 
 
 def computed(planned: Plan) -> int:
@@ -140,7 +139,7 @@ def test_branches_of_a_rollout_stay_together_and_rollouts_part() -> None:
     lengths = np.array(rollout * 4)
     shared = [0, 18_000, 17_000] + [500, 18_000, 17_000] * 3
     found = SharedPrefixes.of([-1, 0, 0, 0, 3, 3, 0, 6, 6, 0, 9, 9], shared)
-    made = plan(replace(traits_of(lengths), shared=found), Packing(ranks=4, seq_len=65_536, trees=True))
+    made = plan(replace(SampleMetadata.of_lengths(lengths), shared=found), Packing(ranks=4, seq_len=65_536, trees=True))
     assert sorted(sorted(p.order.tolist()) for p in made.rank_plans) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
 
 

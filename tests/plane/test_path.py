@@ -17,7 +17,7 @@ from types import CodeType, FrameType
 
 import penstock as ps
 from penstock.capture import Trajectory, Turn
-from penstock.client.source import Source, SourceStep
+from penstock.client.source import Source, Step
 from penstock.frames import decode, encode
 
 ROOT = Path(__file__).parent.parent.parent
@@ -104,7 +104,7 @@ def put_one(plane: ps.Plane) -> None:
 
 
 def trained(
-    hops: list[str], where: Path | str = "memory:", *, also: Callable[[SourceStep], object] = lambda _step: None
+    hops: list[str], where: Path | str = "memory:", *, also: Callable[[Step], object] = lambda _step: None
 ) -> dict[str, int]:
     """How often each hop happens for one group that is put, drawn, trained and committed."""
 

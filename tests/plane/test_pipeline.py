@@ -14,7 +14,7 @@ import xxhash
 
 import penstock as ps
 from penstock.arrays import Sample
-from penstock.client.source import Source, SourceStep
+from penstock.client.source import Source, Step
 from penstock.errors import CorruptFrame, PenstockError
 from penstock.log import SqliteLog
 from penstock.plane.acceptance import Outcome
@@ -303,7 +303,7 @@ def trained(plane: ps.Plane, *, count: int) -> Iterator[dict[int, set[str]]]:
     """The samples of the first steps, trained and committed; the one behind them is asked for ahead."""
     ranks = [plane.source(rank, world=RANKS, resume_step=1, prefetch=2) for rank in range(RANKS)]
 
-    def train(source: Source) -> list[SourceStep]:
+    def train(source: Source) -> list[Step]:
         found = []
         for _ in range(count):
             found.append(source.step())

@@ -13,7 +13,7 @@ import pytest
 
 import penstock as ps
 from penstock.client.api import client_transport
-from penstock.client.source import Source, SourceStep
+from penstock.client.source import Source, Step
 from penstock.client.source_settings import SourceSettings
 from penstock.errors import Closed, Conflict, Overloaded, PenstockError, WaitTimeout
 from penstock.testing.transport_suite import Trouble, UnreliableClient
@@ -51,10 +51,10 @@ def sources(plane: ps.Plane, ranks: int = 2, **settings: int) -> list[Source]:
     return [plane.source(rank, world=ranks, resume_step=settings.get("resume_step", 1)) for rank in range(ranks)]
 
 
-def steps_of(found: list[object]) -> list[SourceStep]:
+def steps_of(found: list[object]) -> list[Step]:
     for step in found:
-        assert isinstance(step, SourceStep), step
-    return [step for step in found if isinstance(step, SourceStep)]
+        assert isinstance(step, Step), step
+    return [step for step in found if isinstance(step, Step)]
 
 
 def close(made: list[Source]) -> None:

@@ -17,7 +17,7 @@ import pytest
 import penstock as ps
 from penstock.arrays import Sample
 from penstock.client.direct import DirectWriter
-from penstock.client.source import Source, SourceStep
+from penstock.client.source import Source, Step
 from penstock.client.storage_reader import StorageReader
 from penstock.errors import DiskFull, InvalidInput, StepAborted
 from penstock.frames import encode
@@ -57,10 +57,10 @@ def writer_of(plane: ps.Plane) -> DirectWriter | None:
     return plane._direct.writer()
 
 
-def train(sources: list[Source]) -> list[SourceStep]:
+def train(sources: list[Source]) -> list[Step]:
     """One step on all ranks."""
 
-    def one(source: Source) -> SourceStep:
+    def one(source: Source) -> Step:
         step = source.step()
         source.commit(step)
         return step
@@ -76,7 +76,7 @@ def sources_of(plane: ps.Plane) -> list[Source]:
     return [plane.source(rank, world=2) for rank in range(2)]
 
 
-def digests_of(steps: list[SourceStep]) -> list[str]:
+def digests_of(steps: list[Step]) -> list[str]:
     return [step.digest for step in steps]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
-from penstock.client.source import Source, SourceStep
+from penstock.client.source import Source, Step
 from penstock.errors import Away, ConfigError, StorageError
 from penstock.storage import ObjectStorage, parse_location
 from tests.storage.test_direct import (
@@ -170,7 +170,7 @@ def test_puts_and_steps_wait_while_storage_is_away_and_nothing_is_lost(
         put = pool.submit(plane.put, named_group("e"))
         steps = train(sources)
         assert put.result()
-    assert all(isinstance(step, SourceStep) for step in steps)
+    assert all(isinstance(step, Step) for step in steps)
     assert plane.put(named_group("f"))
     train(sources)
     assert plane.status()["inline_ranks"] == {}

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import penstock as ps
-from penstock.client.source import Source, SourceStep
+from penstock.client.source import Source, Step
 from penstock.frames import GroupMetadata
 from penstock.log import SqliteLog
 from penstock.packing import Packing
@@ -139,7 +139,7 @@ def trying() -> Iterator[tuple[ps.Plane, PlaneLoop, Trying]]:
 
 
 @contextmanager
-def sources(plane: ps.Plane) -> Iterator[list[Future[SourceStep]]]:
+def sources(plane: ps.Plane) -> Iterator[list[Future[Step]]]:
     """Every rank, asking for its first step."""
     found = [plane.source(rank, world=RANKS) for rank in range(RANKS)]
     with ThreadPoolExecutor(RANKS) as pool:
@@ -148,11 +148,11 @@ def sources(plane: ps.Plane) -> Iterator[list[Future[SourceStep]]]:
         source.close()
 
 
-def _first_step(source: Source) -> SourceStep:
+def _first_step(source: Source) -> Step:
     return source.step()
 
 
-def ids_of(steps: list[Future[SourceStep]]) -> set[str]:
+def ids_of(steps: list[Future[Step]]) -> set[str]:
     return {
         name
         for step in steps

@@ -7,7 +7,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import penstock as ps
-from penstock.client import SourceStep
+from penstock.client import Step
 from penstock.errors import InvalidInput
 from penstock.train import step_loader
 from penstock.train.loader import Steps
@@ -27,7 +27,7 @@ def filled(open_plane: OpenPlane, groups: int) -> ps.Plane:
 def test_a_loader_gives_steps_with_their_denominators(open_plane: OpenPlane) -> None:
     with filled(open_plane, 3).source(0) as source:
         for number, step in enumerate(step_loader(source, timeout=60), start=1):
-            assert isinstance(step, SourceStep) and step.number == number and step.loss_tokens == step[0].loss_tokens
+            assert isinstance(step, Step) and step.number == number and step.loss_tokens == step[0].loss_tokens
             source.commit(step)
             if number == 3:
                 break
@@ -37,8 +37,8 @@ def test_a_loader_gives_steps_with_their_denominators(open_plane: OpenPlane) -> 
 def test_what_a_plain_loader_would_take_apart_stays_a_step_or_is_refused(open_plane: OpenPlane) -> None:
     with filled(open_plane, 2).source(0) as source:
         step = next(iter(DataLoader(Steps(source, 60), batch_size=None)))
-        assert isinstance(step, SourceStep) and step.loss_tokens
-        with pytest.raises(TypeError, match="SourceStep"):
+        assert isinstance(step, Step) and step.loss_tokens
+        with pytest.raises(TypeError, match="Step"):
             next(iter(DataLoader(Steps(source, 60), batch_size=1)))
 
 

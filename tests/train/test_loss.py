@@ -18,7 +18,7 @@ from penstock.testing.reference_loss import Outcome, Token
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
 
-from penstock.train.loss import Dppo, Ipo, Loss, Opd, PpoClip, RefKl, Sft, measure_gap  # noqa: E402
+from penstock.train.loss import Dppo, Grpo, Ipo, Loss, Opd, RefKl, Sft, measure_gap  # noqa: E402
 from penstock.train.modes import ByMode  # noqa: E402
 
 RULES: dict[str, tuple[Loss, Callable[[Token], Outcome]]] = {
@@ -27,8 +27,8 @@ RULES: dict[str, tuple[Loss, Callable[[Token], Outcome]]] = {
     "ipo": (Ipo(), plain.ipo),
     "opd": (Opd(), plain.opd),
     "ref_kl": (RefKl(), plain.ref_kl),
-    "ppo": (PpoClip(), plain.ppo),
-    "grpo": (PpoClip(low=0.1, high=0.3, beta=0.05), lambda t: plain.ppo(t, 0.3, 0.1, 0.05)),
+    "ppo": (Grpo(), plain.ppo),
+    "grpo": (Grpo(low=0.1, high=0.3, beta=0.05), lambda t: plain.ppo(t, 0.3, 0.1, 0.05)),
     "sft": (Sft(), plain.sft),
 }
 
@@ -190,7 +190,7 @@ def test_what_stands_on_context_never_reaches_loss_or_gradient() -> None:
         "advantages": torch.tensor([1.0, 1.0]),
         "teacher_logprobs": torch.tensor([math.nan, -1.0]),
     }
-    for loss in (Dppo(), Ipo(), Opd(), RefKl(), PpoClip(beta=0.1), Sft()):
+    for loss in (Dppo(), Ipo(), Opd(), RefKl(), Grpo(beta=0.1), Sft()):
         trainer = torch.tensor([-math.inf, -1.0], requires_grad=True)
         terms = loss(columns, trainer)
         terms.loss.sum().backward()

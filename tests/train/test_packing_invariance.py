@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.arrays import Sample
-from penstock.packing import MicroBatch, Step, pack
+from penstock.packing import MicroBatch, PackedStep, pack
 from penstock.train import to_torch
 
 torch = pytest.importorskip("torch")
@@ -56,7 +56,7 @@ def micro_batch_loss(model: Tiny, batch: MicroBatch) -> Any:
     return rl + ce
 
 
-def loss_and_gradient(step: Step) -> tuple[float, list[Any]]:
+def loss_and_gradient(step: PackedStep) -> tuple[float, list[Any]]:
     """As a trainer computes them: every rank its micro-batches, one global denominator, gradients summed."""
     model = Tiny()
     total = 0.0

@@ -13,7 +13,7 @@ import torch
 
 import penstock as ps
 from penstock.capture import Trajectory, Turn
-from penstock.client import SourceStep
+from penstock.client import Step
 from penstock.client import open as open_plane
 from penstock.convert import Group, make_group
 from penstock.demo.tasks import make_task, model_of, standardized
@@ -34,11 +34,11 @@ class Recorder:
     def __init__(self) -> None:
         self.steps: dict[int, list[tuple[str, tuple[str, ...]]]] = {}
 
-    def write(self, step: SourceStep, batch: MicroBatch, terms: Terms, *, policy_version: int) -> None:
+    def write(self, step: Step, batch: MicroBatch, terms: Terms, *, policy_version: int) -> None:
         assert policy_version == step.number - 1 and terms.loss.shape[-1] == batch.num_tokens
         self.steps.setdefault(step.number, []).append((batch.digest, batch.segments.ids))
 
-    def close_step(self, step: SourceStep) -> None:
+    def close_step(self, step: Step) -> None:
         assert step.number in self.steps
 
     def close(self) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.client import SourceStep
+from penstock.client import Step
 from penstock.errors import InvalidInput
 from penstock.testing.trainer import BUGS, check, each_rank
-from penstock.train.loss import Dppo, Ipo, Loss, PpoClip, Sft
+from penstock.train.loss import Dppo, Grpo, Ipo, Loss, Sft
 from penstock.train.modes import ByMode
 from tests.train.trainer_mutants import VOCABULARY, ForgetsRanks, MeanOfMicroBatches, PerSample, Right, mutants
 
@@ -30,7 +30,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("loss", [PpoClip(), Dppo(), Ipo(), Sft(), ByMode()], ids=lambda loss: type(loss).__name__)
+@pytest.mark.parametrize("loss", [Grpo(), Dppo(), Ipo(), Sft(), ByMode()], ids=lambda loss: type(loss).__name__)
 def test_a_right_trainer_passes_with_any_loss(loss: Loss) -> None:
     report = check(each_rank(Right(loss)), vocabulary=VOCABULARY, tolerance=1e-9)
     assert report.ok, report
@@ -94,7 +94,7 @@ def test_what_is_left_out_is_not_looked_for() -> None:
 
 def test_single_precision_passes_with_the_default_tolerance() -> None:
     class Single(Right):
-        def __call__(self, step: SourceStep, world: int) -> tuple[float, dict[str, torch.Tensor]]:
+        def __call__(self, step: Step, world: int) -> tuple[float, dict[str, torch.Tensor]]:
             loss, gradients = super().__call__(step, world)
             return loss, {name: gradient.float() for name, gradient in gradients.items()}
 
@@ -122,7 +122,7 @@ def test_a_vocabulary_that_is_too_small_is_refused() -> None:
 
 def test_a_parameter_that_one_rank_does_not_train_counts_as_zero_there() -> None:
     class Sparse(Right):
-        def __call__(self, step: SourceStep, world: int) -> Any:
+        def __call__(self, step: Step, world: int) -> Any:
             loss, gradients = super().__call__(step, world)
             return loss, {name: gradient if gradient.any() else None for name, gradient in gradients.items()}
 

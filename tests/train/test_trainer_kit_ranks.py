@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import distributed
 
-from penstock.client import SourceStep
+from penstock.client import Step
 from penstock.demo.tasks import REVERSE, model_of
-from penstock.packing import Packing, Step
+from penstock.packing import PackedStep, Packing
 from penstock.testing.trainer import BUGS, check
 from penstock.train.run_config import OptimizerConfig, TrainConfig
 from penstock.train.trainer import Trainer
@@ -50,10 +50,10 @@ def checked(rank: int, note: Callable[[Any], Any], folder: str) -> None:
     alone = trainer_of(Path(folder) / f"alone-{rank}", 0, 1)
     together = trainer_of(Path(folder) / "together", rank, 2)
 
-    def step_fn(step: Step) -> tuple[float, dict[str, torch.Tensor]]:
+    def step_fn(step: PackedStep) -> tuple[float, dict[str, torch.Tensor]]:
         trainer, own = (alone, 0) if len(step.ranks) == 1 else (together, rank)
         part = step.ranks[own]
-        received = SourceStep(1, "", part.rank_plan, list(part))
+        received = Step(1, "", part.rank_plan, list(part))
         sums = trainer.train_step(received, [trainer._prepare(batch) for batch in received])
         return sums.metrics()["train/loss"], trainer.optimizer.gradients
 

@@ -19,7 +19,7 @@ from penstock.capture import Trajectory, Turn
 from penstock.convert import make_group
 from penstock.demo.color import ColorTask
 from penstock.demo.tasks import model_of
-from penstock.packing import MicroBatch, Step, pack
+from penstock.packing import MicroBatch, PackedStep, pack
 from penstock.train import ByMode, TeacherKl, kept_of, reverse_kl, to_torch, token_logprobs, topk_kl
 from penstock.train.model import build_model, forward
 from penstock.train.predictions import predictions_of
@@ -112,7 +112,13 @@ def logprobs_of(model: Any, batch: MicroBatch, tensors: dict[str, Any], extra: A
 
 
 def backward(
-    model: Any, step: Step, rank: int = 0, *, vision: Vision | None = None, scale: int = 1, trained_only: bool = True
+    model: Any,
+    step: PackedStep,
+    rank: int = 0,
+    *,
+    vision: Vision | None = None,
+    scale: int = 1,
+    trained_only: bool = True,
 ) -> list[list[Any]]:
     """A rank's part of a step, as the reference trainer computes it; returns its log-probabilities by sample."""
     rows, last, found = step.ranks[rank], len(step.ranks[rank]) - 1, []
@@ -130,7 +136,7 @@ def backward(
     return sorted(found, key=lambda pair: pair[0])
 
 
-def packed(samples: list[Sample], *, trees: bool, ranks: int = 1, **settings: Any) -> Step:
+def packed(samples: list[Sample], *, trees: bool, ranks: int = 1, **settings: Any) -> PackedStep:
     settings = {"seq_len": LONGEST, "micro_batch_max_tokens": 4 * LONGEST, "long_rows": True, **settings}
     step = pack(samples, ranks=ranks, trees=trees, **settings)
     shared = [batch.forest is not None for rank in step.ranks for batch in rank]

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from penstock.client import SourceStep
+from penstock.client import Step
 from penstock.packing import MicroBatch
 from penstock.train import to_torch, token_logprobs
-from penstock.train.loss import Loss, PpoClip
+from penstock.train.loss import Grpo, Loss
 
 VOCABULARY, WIDTH, LONGEST = 13, 8, 128
 Tensors = dict[str, torch.Tensor]
@@ -45,9 +45,9 @@ class Right:
     bug = ""
 
     def __init__(self, loss: Loss | None = None) -> None:
-        self.loss = loss or PpoClip()
+        self.loss = loss or Grpo()
 
-    def __call__(self, step: SourceStep, world: int) -> tuple[float, dict[str, torch.Tensor]]:
+    def __call__(self, step: Step, world: int) -> tuple[float, dict[str, torch.Tensor]]:
         model, total = Tiny(), 0.0
         for batch in self.micro_batches(step):
             loss = (
@@ -59,7 +59,7 @@ class Right:
         zero = torch.zeros
         return total, {n: zero(p.shape) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
-    def micro_batches(self, step: SourceStep) -> Iterator[MicroBatch]:
+    def micro_batches(self, step: Step) -> Iterator[MicroBatch]:
         return iter(step)
 
     def columns(self, batch: MicroBatch) -> Tensors:
@@ -76,7 +76,7 @@ class Right:
     def total(self, loss: torch.Tensor, columns: Tensors, batch: MicroBatch) -> torch.Tensor:
         return loss.sum()
 
-    def scale(self, step: SourceStep, batch: MicroBatch) -> float:
+    def scale(self, step: Step, batch: MicroBatch) -> float:
         return step.denominators.per_loss_token
 
     def ranks(self, world: int) -> float:
@@ -91,7 +91,7 @@ class PerSample(Right):
         masks = columns["loss_mask"][: batch.sample_tokens].split(batch.segments.lengths.tolist())
         return sum((p.sum() / m.sum().clamp_min(1) for p, m in zip(parts, masks, strict=True)), start=loss.sum() * 0)
 
-    def scale(self, step: SourceStep, batch: MicroBatch) -> float:
+    def scale(self, step: Step, batch: MicroBatch) -> float:
         return 1.0 / max(step.denominators.samples, 1)
 
 
@@ -101,21 +101,21 @@ class PerSample(Right):
 class MeanOfMicroBatches(Right):
     bug = "denominator per micro-batch"
 
-    def scale(self, step: SourceStep, batch: MicroBatch) -> float:
+    def scale(self, step: Step, batch: MicroBatch) -> float:
         return 1.0 / max(batch.loss_tokens, 1) / len(step)
 
 
 class SumOfMeans(Right):
     bug = "denominator per micro-batch"
 
-    def scale(self, step: SourceStep, batch: MicroBatch) -> float:
+    def scale(self, step: Step, batch: MicroBatch) -> float:
         return 1.0 / max(batch.loss_tokens, 1)
 
 
 class NoDenominator(Right):
     bug = "denominator per micro-batch"
 
-    def scale(self, step: SourceStep, batch: MicroBatch) -> float:
+    def scale(self, step: Step, batch: MicroBatch) -> float:
         return 1.0
 
 
@@ -124,7 +124,7 @@ class LossOfTheLastMicroBatch(Right):
 
     bug = "denominator per micro-batch"
 
-    def __call__(self, step: SourceStep, world: int) -> tuple[float, dict[str, torch.Tensor]]:
+    def __call__(self, step: Step, world: int) -> tuple[float, dict[str, torch.Tensor]]:
         loss, gradients = super().__call__(step, world)
         return loss / len(step), gradients
 
@@ -248,7 +248,7 @@ class SkipsShortCompletions(Right):
                 part[:] = False
         return columns
 
-    def micro_batches(self, step: SourceStep) -> Iterator[MicroBatch]:
+    def micro_batches(self, step: Step) -> Iterator[MicroBatch]:
         return (MicroBatch(**{f: getattr(b, f) for f in b.__slots__} | {"columns": _copied(b)}) for b in step)
 
 
@@ -273,7 +273,7 @@ class TrainsDummies(Right):
 class CountsDummies(Right):
     bug = "dummy micro-batch in the loss"
 
-    def scale(self, step: SourceStep, batch: MicroBatch) -> float:
+    def scale(self, step: Step, batch: MicroBatch) -> float:
         return 1.0 / (step.loss_tokens + step.accounting.total.dummy_tokens)
 
 
@@ -293,7 +293,7 @@ class DividesByNothing(Right):
 class CountsAllTokens(Right):
     bug = "cap-dependent gradient"
 
-    def scale(self, step: SourceStep, batch: MicroBatch) -> float:
+    def scale(self, step: Step, batch: MicroBatch) -> float:
         return 1.0 / (step.accounting.total.tokens + step.accounting.total.padding_tokens)
 
 
@@ -340,7 +340,7 @@ class MeanOfRanks(Right):
 
     bug = "rank-dependent scale"
 
-    def scale(self, step: SourceStep, batch: MicroBatch) -> float:
+    def scale(self, step: Step, batch: MicroBatch) -> float:
         return 1.0 / max(sum(b.loss_tokens for b in step), 1)
 
     def ranks(self, world: int) -> float:
@@ -356,7 +356,7 @@ class KeepsGradients(Right):
         super().__init__(loss)
         self.kept: dict[str, torch.Tensor] = {}
 
-    def __call__(self, step: SourceStep, world: int) -> tuple[float, dict[str, torch.Tensor]]:
+    def __call__(self, step: Step, world: int) -> tuple[float, dict[str, torch.Tensor]]:
         loss, found = super().__call__(step, world)
         self.kept = {name: self.kept.get(name, 0.0) + gradient for name, gradient in found.items()}
         return loss, self.kept

@@ -22,6 +22,7 @@ from penstock.arrays.coercion import (
     coerce_lists,
     run_name_problem,
 )
+from penstock.arrays.column_keywords import TurnColumns
 from penstock.arrays.columns import (
     ALL_OR_NONE,
     APART,
@@ -121,6 +122,7 @@ __all__ = [
     "Samples",
     "Shape",
     "SharedPrefixes",
+    "TurnColumns",
     "Values",
     "allows_all",
     "arrays_in",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ from penstock.arrays.own_columns import NO_COLUMNS, Given, Own, read_own, table_
 from penstock.arrays.ragged import freeze, same_bits
 from penstock.arrays.rollout import RolloutInfo, rollout_text
 from penstock.errors import InvalidInput, UnknownKey
+
+if TYPE_CHECKING:
+    from penstock.arrays.column_keywords import SampleColumns
 
 
 class Sample:
@@ -83,7 +86,7 @@ class Sample:
         policy_version: int | None = None,
         images: Sequence[ImageSpan] = (),
         columns: Given = NO_COLUMNS,
-        **known_columns: Values | None,
+        **known_columns: Unpack[SampleColumns],
     ) -> None:
         text = {
             "id": uuid.uuid4().hex if id is None else id,
@@ -98,7 +101,7 @@ class Sample:
         if not isinstance(rollout, str):
             text["rollout"] = rollout_text(rollout, f"{where}.rollout")
         check_text(text, where)
-        given = {"token_ids": token_ids, "loss_mask": loss_mask, **known_columns}
+        given: dict[str, Any] = {"token_ids": token_ids, "loss_mask": loss_mask, **known_columns}
         own: Own = NO_COLUMNS
         if columns:
             cells, own = read_own(columns, NO_COLUMNS, where)

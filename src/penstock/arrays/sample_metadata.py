@@ -99,6 +99,29 @@ class SampleMetadata:
             mode=samples.text["mode"],
         )
 
+    @staticmethod
+    def of_lengths(lengths: NDArray[np.int64]) -> SampleMetadata:
+        """Return the metadata of text samples of these lengths, without columns; all but the first token trained."""
+        count = len(lengths)
+        zeros = np.zeros(count, np.int64)
+        return SampleMetadata(
+            lengths=lengths,
+            kept=lengths,
+            loss_tokens=lengths - 1,
+            kept_loss_tokens=lengths - 1,
+            term_tokens=np.stack([lengths - 1, zeros, zeros], axis=1),
+            patches=zeros,
+            modality=zeros.astype(np.uint8),
+            stub=zeros,
+            stub_patches=zeros,
+            has={},
+            shapes={},
+            ids=tuple(map(str, range(count))),
+            group=("",) * count,
+            run=("",) * count,
+            mode=("rl",) * count,
+        )
+
     def lacking(self, name: str) -> NDArray[np.bool_]:
         """Return [n], trained samples whose mode needs this column of `ALL_OR_NONE`, and that lack it.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,9 @@ from penstock.arrays import (
     types_of,
 )
 from penstock.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from penstock.arrays import TurnColumns
 
 TURN_COLUMNS: dict[str, Column] = {
     name: column
@@ -96,7 +99,7 @@ class Turn:
         role: str = "",
         where: str = "turn",
         columns: Given = NO_COLUMNS,
-        **known_columns: Values | None,
+        **known_columns: Unpack[TurnColumns],
     ) -> None:
         """`where` names this turn in errors."""
         ids = owned(coerce(COLUMNS["token_ids"], token_ids, f"{where}.token_ids"))

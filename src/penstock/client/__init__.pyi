@@ -10,4 +10,4 @@ from penstock.client.handles import Handle as Handle
 from penstock.client.handles import usable_url as usable_url
 from penstock.client.plane import Plane as Plane
 from penstock.client.source import Source as Source
-from penstock.client.source import SourceStep as SourceStep
+from penstock.client.source import Step as Step

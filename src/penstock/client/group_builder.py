@@ -10,6 +10,7 @@ from penstock.arrays import NO_COLUMNS
 from penstock.capture import Trajectory
 from penstock.convert import Advantage, Filter, Group, make_group, unique_id
 from penstock.errors import InvalidInput
+from penstock.notebook import html_table
 
 if TYPE_CHECKING:
     from penstock.client.plane import Plane
@@ -18,7 +19,7 @@ FAILED = "rollout failed"
 """Drop reason of a group whose rollouts all ended with an error."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, repr=False)
 class CollectedRollouts:
     """The rollouts of one prompt. All of them become the group, or none."""
 
@@ -41,6 +42,14 @@ class CollectedRollouts:
                 "plane.put([sample, ...])"
             )
         self.rollouts.append(trajectory)
+
+    def __repr__(self) -> str:
+        what = f"{len(self.rollouts)} rollouts, policy_version={self.policy_version}"
+        return f"{type(self).__name__}({self.prompt!r}, {what})"
+
+    def _repr_html_(self) -> str:
+        rows = [(r.num_tokens, r.num_output_tokens, r.reward, r.env) for r in self.rollouts]
+        return html_table(self, rows, ("tokens", "sampled", "reward", "env"))
 
     def make(self) -> Group:
         """Return the group without putting it."""

@@ -32,6 +32,7 @@ from penstock.client.put_counts import PutCounts
 from penstock.convert import Advantage, Filter, Group, grpo
 from penstock.errors import Away, Closed, DiskFull, InvalidInput, StorageError
 from penstock.frames import Buffer
+from penstock.notebook import html_table
 from penstock.protocol import (
     Accepted,
     Answer,
@@ -62,6 +63,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Connect: TypeAlias = "Callable[[], ClientTransport]"
 _CLOSING_S = 20.0
+_SHOWN = {"run": "run", "next step": "next_step", "policy version": "policy_version", "waiting for": "waiting_for"}
 _closing: set[threading.Thread] = set()
 """Threads that close planes whose `Plane` was garbage-collected."""
 
@@ -422,6 +424,18 @@ class Plane:
         from penstock.plane import Ledger
 
         return Ledger.from_dict(self.status()["ledger"])
+
+    def __repr__(self) -> str:
+        where = "in this process" if self._server is not None else "elsewhere"
+        return f"Plane({self.url!r}, {where}{', closed' if self._connection.is_closed else ''})"
+
+    def _repr_html_(self) -> str:
+        """Show a plane in this process with its ledger. A plane elsewhere might not answer, so it is not asked."""
+        if self._server is None or self._connection.is_closed:
+            return html_table(self, [])
+        now = self.status()
+        rows = [(name, now[key]) for name, key in _SHOWN.items()]
+        return html_table(self, [*rows, ("ledger", self.ledger)])
 
     def close(self) -> None:
         """Close the connection. A plane in this process ends too. What it accepted is in its folder."""

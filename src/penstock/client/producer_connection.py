@@ -131,6 +131,10 @@ class ProducerConnection:
             self._handle(events)
         return future
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed is not None
+
     def check_open(self) -> None:
         """Raise Closed if the connection was closed, or was opened before a fork."""
         self.check_process()

@@ -22,6 +22,7 @@ from penstock.client.source_settings import SourceSettings
 from penstock.client.storage_reader import Reach, Unreadable
 from penstock.errors import Away, Closed, CorruptFrame, InvalidInput, StepAborted, WaitTimeout
 from penstock.frames import ANY_SIZE, decode
+from penstock.notebook import html_table
 from penstock.packing import BlockPool, MicroBatch, RankPlan, StepOfRank, fill
 from penstock.protocol import Arrived, Failed, Frames, FromPlane, Out, Ready, Released, StepDone, StepPicks
 from penstock.protocol.rank_session import Event
@@ -41,7 +42,7 @@ _LEAVE_S = 2.0
 """How long closing waits until a failure from before first contact is sent."""
 
 
-class SourceStep(StepOfRank):
+class Step(StepOfRank):
     """One rank's micro-batches of one step, verified and filled.
 
     Iterate over it for the micro-batches. `loss_tokens` is the denominator over all ranks.
@@ -75,8 +76,8 @@ class SourceStep(StepOfRank):
     def __getitem__(self, index: int | slice) -> MicroBatch | list[MicroBatch]:
         return self._batches[index]
 
-    def __repr__(self) -> str:
-        return f"SourceStep({self.number}, rank {self.rank}, {len(self)} micro-batches)"
+    def _shown(self) -> str:
+        return f"{self.number}, {super()._shown()}"
 
 
 class Source:
@@ -98,7 +99,7 @@ class Source:
         self._changed = threading.Condition(self._lock)
         self._reach, self._pool = Reach(), BlockPool()
         self._session = settings.new_session(self._reach.find)
-        self._arrived: dict[int, SourceStep] = {}
+        self._arrived: dict[int, Step] = {}
         self._released: set[int] = set()
         self._asked = self._committed = self._next - 1
         self._error: BaseException | None = None  # the first one stays: every later call raises it
@@ -131,7 +132,7 @@ class Source:
 
     # -------------------------------------------------------------- the rank's side
 
-    def step(self, number: int | None = None, *, timeout: float | None = None) -> SourceStep:
+    def step(self, number: int | None = None, *, timeout: float | None = None) -> Step:
         """Return the next step. `number`, if given, must be the number of the next step.
 
         A step is returned once every rank has it and verified it. Waits for generation as long as the plane is alive.
@@ -188,12 +189,12 @@ class Source:
         """Whether the wait for the next step has ended, by success or failure."""
         return self._error is not None or self._next in self._released or self._is_alone
 
-    def steps(self, *, timeout: float | None = None) -> Iterator[SourceStep]:
+    def steps(self, *, timeout: float | None = None) -> Iterator[Step]:
         """Yield all further steps. Commit each one after its optimizer step."""
         while True:
             yield self.step(timeout=timeout)
 
-    def commit(self, step: SourceStep | int, *, policy_version: int | None = None) -> None:
+    def commit(self, step: Step | int, *, policy_version: int | None = None) -> None:
         """Commit a trained step. `policy_version` publishes the version of the weights it produced.
 
         Does not wait: a lost message is repeated in the background. After a restart the step number in your checkpoint
@@ -215,7 +216,7 @@ class Source:
 
     def report(
         self,
-        step: SourceStep | int,
+        step: Step | int,
         *,
         priorities: Mapping[str, float] | None = None,
         metrics: Mapping[str, float] | None = None,
@@ -234,6 +235,13 @@ class Source:
         with self._lock:
             step = max(self._next - 1, self._first, 1)  # the one being trained, or the first if none was taken yet
             self._handle(self._session.fail(step, reason, time.monotonic()))
+
+    def __repr__(self) -> str:
+        steps = f"next step {self._next or 'not known yet'}, committed {max(self._committed, 0)}"
+        return f"Source(rank {self.rank} of {self.settings.world}, {steps}{', closed' if self._error else ''})"
+
+    def _repr_html_(self) -> str:
+        return html_table(self, [("waiting for", self.waiting_for or "nothing")])
 
     @property
     def waiting_for(self) -> str:
@@ -327,7 +335,7 @@ class Source:
         try:
             rank_plan = RankPlan.from_bytes(message.plan)
             batches = fill(samples, rank_plan, pool=self._pool)
-            step = SourceStep(message.step, message.digest, rank_plan, batches, message.numbers)
+            step = Step(message.step, message.digest, rank_plan, batches, message.numbers)
         except Exception as error:  # noqa: BLE001 - the same
             self._fail(message.step, f"{type(error).__name__}: {error}")
             return
@@ -420,7 +428,7 @@ class Source:
 
 
 def _number_of(step: object, what: str) -> int:
-    if isinstance(step, SourceStep):
+    if isinstance(step, Step):
         return step.number
     if not isinstance(step, int) or isinstance(step, bool):
         raise InvalidInput(

@@ -44,7 +44,7 @@ BENCHES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = "; ".join(f"{name}: {what}" for name, (what, _) in BENCHES.items())
-    parser.add_argument("name", choices=BENCHES, nargs="?", default="claims", help=names)
+    parser.add_argument("name", choices=BENCHES, nargs="?", default="claims", metavar="NAME", help=names)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--check", action="store_true", help="exit 1 when a row with a target misses it")
     parser.add_argument("--full", action="store_true", help="all sizes; takes many minutes")
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    _find_benchmarks()
+    find_benchmarks("bench")
     report = importlib.import_module("benchmarks.report")
     module = importlib.import_module(f"benchmarks.{args.name}")
     rows = module.run(full=args.full, progress=_progress, **_interpreters(args))
@@ -70,12 +70,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _find_benchmarks() -> None:
+def find_benchmarks(what: str) -> None:
     """Make `benchmarks/` importable, ahead of any other package of that name. The wheel does not contain it."""
     root = Path(__file__).parents[3]
     if not (root / "benchmarks" / "report.py").is_file():
         raise ConfigError(
-            "bench: the benchmarks are in the repository, not in the installed package; clone it, run `make bench`"
+            f"{what}: the benchmarks are in the repository, not in the installed package; clone it, run `make bench`"
         )
     sys.path.insert(0, str(root))
 

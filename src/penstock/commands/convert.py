@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from penstock.commands.parsing import MissingWords
 from penstock.commands.tables import aligned, size
 from penstock.errors import InvalidInput
 from penstock.integrations.formats.file_formats import ADVANTAGES, FORMATS, Conversion, Options, convert_files
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(formats_table()))
         return 0
     if len(args.files) < 2:
-        raise InvalidInput(f"{' '.join(args.files) or 'no files'}: give a file to read and one to write; see --help")
+        raise MissingWords(f"{' '.join(args.files) or 'no files'}: give a file to read and one to write; see --help")
     *inputs, output = args.files
     if output != STANDARD and Path(output).is_file() and not args.force:
         raise InvalidInput(f"{output}: already exists; choose another name, or pass --force to overwrite it")

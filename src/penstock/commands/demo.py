@@ -27,6 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
+from penstock.commands.parsing import fitted
 from penstock.demo.launch import Chaos, Launcher
 from penstock.demo.run_files import Metrics
 from penstock.demo.screen import killed, screen, watched
@@ -42,6 +43,7 @@ LEARNED = 0.8
 _FAST_STEPS = 5
 _PREAMBLE = 32
 """Shorter prompts are not worth sharing: see `penstock.frames.prefixes.MIN_SHARED`."""
+_WIDTH = 80
 _CHAOS_NEXT = "  penstock demo --chaos             the same while processes are killed"
 _CONFIG_NEXT = "  penstock demo --write-config my.toml && penstock train my.toml"
 
@@ -223,9 +225,9 @@ def _closing(report: dict[str, Any], config: TrainConfig, following: tuple[str, 
         under_way = ledger["scheduled"] + ledger["delivered"]
         lines.append(
             f"Ledger: {ledger['accepted']:,} samples accepted, {ledger['committed']:,} trained, {ledger['held']:,} "
-            f"held, {under_way:,} under way, {_dropped(ledger['dropped'])}; "
-            + ("every one accounted for." if ledger["balanced"] else "NOT BALANCED.")
+            f"held, {under_way:,} under way, {_dropped(ledger['dropped'])}."
         )
+        lines.append("Every sample is accounted for." if ledger["balanced"] else "The ledger is NOT BALANCED.")
     if (distinct := _trained_once(ledger)) and ledger["uses"] > distinct:
         lines.append(f"Replay: each trained sample was used {ledger['uses'] / distinct:.2f} times on average.")
     if gap is not None:
@@ -239,7 +241,8 @@ def _closing(report: dict[str, Any], config: TrainConfig, following: tuple[str, 
         lines.append(f"Meanwhile {killed(report['kills'])} were killed and replaced.")
     lines += [f"Everything is in {config.folder}.", "", "Next:"]
     todo = [f"  penstock view {config.folder}          look at the tokens", *following]
-    return "\n".join([*lines, *(line.replace("penstock ", f"{command()} ") for line in todo)])
+    todo = [line.replace("penstock ", f"{command()} ") for line in todo]
+    return "\n".join(fitted(line, _WIDTH) for line in [*lines, *todo])
 
 
 def _trained_once(ledger: dict[str, Any]) -> int:

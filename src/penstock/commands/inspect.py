@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.arrays import known
-from penstock.commands.tables import aligned, ledger_line, over_length_line, reasons_line, size
+from penstock.commands.tables import aligned, over_length_line, reasons_line, size
 from penstock.commands.which_run import RUN_HELP, plane_folder
 from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames import NAMES, PREFIX_SIZE, Block, Head, decode, describe, frame_size, raw_frames
+from penstock.plane import Ledger
 from penstock.server import printable
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ def _run_text(found: dict[str, Any]) -> str:
     lines = [
         f"run in {found['folder']}: epoch {found['epoch']}, session {found['session']}, next step "
         f"{found['next_step']}, policy version {found['policy_version']}",
-        f"ledger     {ledger_line(ledger)}",
+        f"ledger     {Ledger.from_dict(ledger)}",
         f"trained    {ledger['uses']:,} uses of samples",
         f"discarded  {reasons_line(ledger['discarded'])} (before they were put)",
         *_too_long(ledger["over_length"]),

@@ -26,6 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from penstock.commands.parsing import MissingWords
 from penstock.config import Given, add_flags, read_flags, template
 from penstock.errors import ConfigError
 from penstock.plane import EXAMPLE, TITLE, ServerSettings, read_settings, server_settings
@@ -106,7 +107,7 @@ def _check_given(tables: dict[str, Any]) -> None:
         del flags["folder"]
     missing = [flag for name, flag in flags.items() if name not in tables]
     if missing:
-        raise ConfigError(f"not enough to start a plane: give {'; '.join(missing)}; or --config FILE")
+        raise MissingWords(f"not enough to start a plane: give {'; '.join(missing)}; or --config FILE")
 
 
 def _write_config(path: Path) -> int:

@@ -4,7 +4,7 @@
   penstock storage check runs/mine --fast           compare sizes only
   penstock storage recover runs/mine                show what would be done, ask, do it
   penstock storage recover runs/mine --step 501     the trainer's checkpoint is of step 500
-  penstock storage recover runs/old --into runs/new copy the groups of an old folder, an archive or any files
+  penstock storage recover runs/old --into runs/new   copy the groups of an old folder, an archive or any files
   penstock storage forget runs/mine                 end retain="all": from now on keep only retain_steps steps
 
 `check` changes nothing, and the run's plane may be running. `recover` needs the plane to be stopped. It deletes

@@ -1,11 +1,9 @@
-"""Text that commands print for people: aligned columns, readable sizes, the ledger in one line."""
+"""Text that commands print for people: aligned columns and readable sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-
-_STATES = ("held", "scheduled", "delivered", "committed", "quarantined", "evaluation")
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
@@ -31,19 +29,6 @@ def size(number: float) -> str:
             return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
         number /= 1024
     return f"{number:.1f} TiB"
-
-
-def ledger_line(ledger: dict[str, Any]) -> str:
-    """Format the ledger's identity with its numbers, and whether it holds.
-
-    >>> parts = dict(held=2, scheduled=0, delivered=0, committed=4, quarantined=0, evaluation=0)
-    >>> ledger_line(dict(parts, accepted=6, dropped={}, balanced=True))
-    '6 accepted = 2 held + 4 committed (balanced)'
-    """
-    parts = [f"{ledger[state]:,} {state}" for state in _STATES if ledger[state]]
-    parts += [f"{count:,} dropped ({reason})" for reason, count in ledger["dropped"].items()]
-    verdict = "balanced" if ledger["balanced"] else "NOT BALANCED: please report this"
-    return f"{ledger['accepted']:,} accepted = {' + '.join(parts) or 'none'} ({verdict})"
 
 
 def reasons_line(counts: dict[str, Any]) -> str:

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands import tenants
-from penstock.commands.tables import ledger_line, over_length_line, reasons_line, size
+from penstock.commands.tables import over_length_line, reasons_line, size
 from penstock.commands.which_run import RUN_HELP, is_address, plane_folder
 from penstock.errors import InvalidInput
+from penstock.plane import Ledger
 from penstock.server import printable
 
 Look = Callable[[], dict[str, Any]]
@@ -126,7 +127,7 @@ def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
         f"staleness  {staleness['mean']:.2f} mean, {staleness['max']:g} at most, in policy versions",
         *_generated(now),
         f"waiting    {_waiting(now)}",
-        f"ledger     {ledger_line(ledger)}",
+        f"ledger     {Ledger.from_dict(ledger)}",
         f"discarded  {reasons_line(ledger['discarded'])}",
     ]
     if now.get("storage"):

@@ -23,6 +23,7 @@ from penstock.convert.branching import branch_causes
 from penstock.convert.filters import Filter, apply_filters
 from penstock.convert.rollouts import Rollouts
 from penstock.errors import Conflict, InvalidInput, UnknownKey
+from penstock.notebook import html_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,6 +95,10 @@ class Group:
     def __repr__(self) -> str:
         counts = f"{len(self.rollouts)} rollouts, {len(self)} samples, {self.num_tokens} tokens"
         return f"Group({self.id!r}, {counts}, dropped={dict(self.dropped)})"
+
+    def _repr_html_(self) -> str:
+        rows = [(s.id, s.num_tokens, s.loss_tokens, s.env, s.policy_version) for s in self.samples]
+        return html_table(self, rows, ("sample", "tokens", "trained", "env", "policy version"))
 
 
 def unique_id(prompt: str) -> str:

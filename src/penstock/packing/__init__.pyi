@@ -1,6 +1,7 @@
 from penstock.arrays.sample_metadata import SampleMetadata as SampleMetadata
 from penstock.packing.accounting import Accounting as Accounting
 from penstock.packing.accounting import Counts as Counts
+from penstock.packing.assignment import assign as assign
 from penstock.packing.block_pool import BlockPool as BlockPool
 from penstock.packing.cost import Cost as Cost
 from penstock.packing.cost import Observation as Observation
@@ -20,8 +21,8 @@ from penstock.packing.rank_plan import RankPlan as RankPlan
 from penstock.packing.settings import Modalities as Modalities
 from penstock.packing.settings import PackedImages as PackedImages
 from penstock.packing.settings import Packing as Packing
+from penstock.packing.step import PackedStep as PackedStep
 from penstock.packing.step import RankStep as RankStep
-from penstock.packing.step import Step as Step
 from penstock.packing.step import StepOfRank as StepOfRank
 from penstock.packing.step import pack as pack
 from penstock.packing.step import pack_with as pack_with

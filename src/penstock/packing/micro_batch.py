@@ -1,8 +1,9 @@
 """A micro-batch: the columns of one forward pass, and explicitly where its samples lie.
 
-token_ids         a0 a1 a2  b0  c0 c1  0 0       three samples and two tokens of padding position_ids       0  1  2   0
-0  1  0 1 sequence_lengths   3         1   2     2         explicit: a one-token sample keeps its boundary sample_count
-3                             the last segment is padding, not part of c
+    token_ids         a0 a1 a2  b0  c0 c1  0 0       three samples and two tokens of padding
+    position_ids       0  1  2   0   0  1  0 1
+    sequence_lengths   3         1   2     2         explicit: a one-token sample keeps its boundary
+    sample_count       3                             the last segment is padding, not part of c
 
 Where samples share tokens and trees are on, a micro-batch has a `forest` with the model's inputs: each shared token
 once, and the padding. The columns are then those of the samples, end to end, without padding.
@@ -24,6 +25,7 @@ from penstock.arrays import (
     TOKEN_COLUMNS,
     Cells,
     ImageSpan,
+    Ragged,
     Sample,
     arrays_in,
     known,
@@ -31,6 +33,7 @@ from penstock.arrays import (
     table_with,
 )
 from penstock.errors import UnknownKey
+from penstock.notebook import html_table
 from penstock.packing.forest import Forest
 
 
@@ -238,3 +241,11 @@ class MicroBatch:
     def __repr__(self) -> str:
         what = "dummy" if self.is_dummy else f"{self.sample_count} samples"
         return f"MicroBatch({what}, {self.num_tokens} tokens, {self.loss_tokens} trained, {self.modality})"
+
+    def _repr_html_(self) -> str:
+        rows = [(name, arrays_in(cells)[0].dtype, _shape_of(cells)) for name, cells in self.columns.items()]
+        return html_table(self, rows, ("column", "dtype", "shape"))
+
+
+def _shape_of(cells: Cells) -> str:
+    return f"{len(cells)} lists" if isinstance(cells, Ragged) else str(list(cells.shape))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Unpack, overload
 
 from penstock.arrays import Sample, SampleMetadata, Samples
 from penstock.config import LateSignature
+from penstock.notebook import html_table
 from penstock.packing.accounting import Accounting
 from penstock.packing.denominators import Denominators, Totals
 from penstock.packing.filling import fill
@@ -67,6 +68,16 @@ class StepOfRank(ABC):
         for batch in self:
             yield from batch.samples()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._shown()})"
+
+    def _shown(self) -> str:
+        return f"rank {self.rank}, {len(self)} micro-batches, {self.loss_tokens} trained tokens on all ranks"
+
+    def _repr_html_(self) -> str:
+        rows = [(i, b.sample_count, b.num_tokens, b.loss_tokens, b.modality) for i, b in enumerate(self)]
+        return html_table(self, rows, ("micro-batch", "samples", "tokens", "trained", "modality"))
+
 
 class RankStep(StepOfRank):
     """A rank's part of a step that was packed here. Micro-batches are filled on demand."""
@@ -88,13 +99,10 @@ class RankStep(StepOfRank):
             return [self[i] for i in range(len(self))[index]]
         return fill(self.all_samples, self.rank_plan.only(range(len(self))[index]))[0]
 
-    def __repr__(self) -> str:
-        return f"RankStep(rank {self.rank}, {len(self)} micro-batches)"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What all ranks train between two optimizer updates."""
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PackedStep:
+    """What all ranks train between two optimizer updates, packed here: `pack` returns it."""
 
     plan: Plan
     ranks: tuple[RankStep, ...]
@@ -123,8 +131,19 @@ class Step:
         """Of each rank."""
         return self.plan.accounting.rows
 
+    def __repr__(self) -> str:
+        each = f"{self.num_micro_batches} micro-batches each"
+        return f"PackedStep({len(self.ranks)} ranks, {each}, {self.loss_tokens} trained tokens)"
 
-def pack(samples: Samples | Sequence[Sample], **packing: Unpack[PackingKeywords]) -> Step:
+    def _repr_html_(self) -> str:
+        rows = [
+            (rank.rank, len(rank), sum(b.num_tokens for b in rank), sum(b.loss_tokens for b in rank))
+            for rank in self.ranks
+        ]
+        return html_table(self, rows, ("rank", "micro-batches", "tokens", "trained"))
+
+
+def pack(samples: Samples | Sequence[Sample], **packing: Unpack[PackingKeywords]) -> PackedStep:
     """Pack samples into micro-batches: the same number per rank, within all caps, no sample lost, little waiting.
 
     `seq_len` cuts samples. `micro_batch_max_tokens` caps micro-batches, padding included; it defaults to `seq_len`.
@@ -158,7 +177,7 @@ def _settings() -> type[Packing]:
 pack.__signature__ = LateSignature(pack, _settings)  # type: ignore[attr-defined]
 
 
-def pack_with(packing: Packing, samples: Samples | Sequence[Sample]) -> Step:
+def pack_with(packing: Packing, samples: Samples | Sequence[Sample]) -> PackedStep:
     """Do what `pack` does, with settings that were built and checked before."""
     from penstock.frames import find_node_prefixes
     from penstock.packing.planning import plan
@@ -168,4 +187,4 @@ def pack_with(packing: Packing, samples: Samples | Sequence[Sample]) -> Step:
     if packing.trees:
         metadata = replace(metadata, shared=find_node_prefixes(columns))
     made = plan(metadata, packing)
-    return Step(plan=made, ranks=tuple(RankStep(columns, rank_plan) for rank_plan in made.rank_plans))
+    return PackedStep(plan=made, ranks=tuple(RankStep(columns, rank_plan) for rank_plan in made.rank_plans))

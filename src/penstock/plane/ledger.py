@@ -8,14 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.log import State
+from penstock.notebook import html_table
 from penstock.protocol import OVER_LENGTH
 
 _FIELDS = {state: state.name.lower() for state in State}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Ledger:
-    """Sample counts by state. `accepted` is the sum of the states."""
+    """Sample counts by state. `accepted` is the sum of the states.
+
+    >>> print(Ledger(accepted=6, held=2, committed=4))
+    6 accepted = 2 held + 4 committed (balanced)
+    """
 
     accepted: int = 0
     held: int = 0
@@ -51,6 +56,22 @@ class Ledger:
     def balanced(self) -> bool:
         parts = self.held + self.scheduled + self.delivered + self.committed + self.quarantined + self.evaluation
         return self.accepted == parts + self.dropped.total()
+
+    def __str__(self) -> str:
+        parts = [f"{count:,} {name}" for name, count in self._parts() if count]
+        verdict = "balanced" if self.balanced else "NOT BALANCED: please report this"
+        return f"{self.accepted:,} accepted = {' + '.join(parts) or 'none'} ({verdict})"
+
+    def __repr__(self) -> str:
+        return f"Ledger({self})"
+
+    def _repr_html_(self) -> str:
+        return html_table(self, self._parts(), ("state", "samples"))
+
+    def _parts(self) -> list[tuple[str, int]]:
+        """Return the states that sum to `accepted`, dropped samples by reason."""
+        states = [(name, getattr(self, name)) for state, name in _FIELDS.items() if state is not State.DROPPED]
+        return states + [(f"dropped ({reason})", count) for reason, count in sorted(self.dropped.items()) if count]
 
     @staticmethod
     def from_dict(found: dict[str, Any]) -> Ledger:

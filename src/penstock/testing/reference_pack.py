@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.arrays import Sample
-from penstock.packing import RankPlan, Step
+from penstock.packing import PackedStep, RankPlan
 
 WEIGHTS = {
     "rl": {"rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0},
@@ -121,7 +121,7 @@ def _constant(name: str, value: Any, rank_plan: RankPlan) -> Any:
     return value
 
 
-def count_step(step: Step) -> dict[str, int]:
+def count_step(step: PackedStep) -> dict[str, int]:
     """Count the contents of a step in its filled micro-batches, token by token."""
     counts = dict.fromkeys(
         ("tokens", "loss_tokens", "samples", "micro_batches", "dummy_micro_batches", "padding_tokens", "dummy_tokens"),

@@ -28,16 +28,16 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.client import SourceStep
+from penstock.client import Step
 from penstock.errors import InvalidInput
-from penstock.packing import Step
+from penstock.packing import PackedStep
 from penstock.testing.trainer_probes import PROBES, Trained, Trial
 
 Gradients: TypeAlias = Mapping[str, Any] | Sequence[Any]
 """Arrays or tensors, by parameter or in one order."""
-StepFunction: TypeAlias = Callable[[Step], tuple[Any, Gradients]]
+StepFunction: TypeAlias = Callable[[PackedStep], tuple[Any, Gradients]]
 """Trains on a step of all ranks. Returns the loss and the gradients as the optimizer would get them."""
-RankFunction: TypeAlias = Callable[[SourceStep, int], tuple[Any, Gradients]]
+RankFunction: TypeAlias = Callable[[Step, int], tuple[Any, Gradients]]
 """Trains on one rank's part of a step; the second argument is the number of ranks. Returns the value that backward was
 called on, and its gradients."""
 
@@ -130,12 +130,12 @@ def each_rank(rank_fn: RankFunction, *, exchange: Literal["mean", "sum"] = "mean
     same manner: return the value that backward was called on.
     """
 
-    def step_fn(step: Step) -> tuple[float, Gradients]:
+    def step_fn(step: PackedStep) -> tuple[float, Gradients]:
         world = len(step.ranks)
         scale = 1.0 / world if exchange == "mean" else 1.0
         loss, total = 0.0, dict[str, NDArray[np.float64]]()
         for rank in step.ranks:
-            own, gradients = _read(rank_fn(SourceStep(1, "", rank.rank_plan, list(rank)), world))
+            own, gradients = _read(rank_fn(Step(1, "", rank.rank_plan, list(rank)), world))
             loss += own * scale
             for name, gradient in gradients.items():
                 total[name] = total.get(name, 0.0) + gradient * scale
@@ -150,7 +150,7 @@ class _Flattened:
     def __init__(self, step_fn: StepFunction) -> None:
         self._step_fn, self._names = step_fn, set[str]()
 
-    def __call__(self, step: Step) -> Trained:
+    def __call__(self, step: PackedStep) -> Trained:
         loss, gradients = _read(self._step_fn(step))
         self._names = self._names or set(gradients)
         changed = sorted(self._names ^ set(gradients))

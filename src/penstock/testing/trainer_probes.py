@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays import Sample
 from penstock.errors import InvalidInput
-from penstock.packing import Step, pack
+from penstock.packing import PackedStep, pack
 
 _LONGEST = 64
 _LOST = 0.05
@@ -47,7 +47,7 @@ class Trial:
 
     def __init__(
         self,
-        train: Callable[[Step], Trained],
+        train: Callable[[PackedStep], Trained],
         *,
         vocabulary: int,
         per: Literal["token", "sample"],

@@ -8,7 +8,7 @@ from typing import Self
 import numpy as np
 
 from penstock.arrays import Sample
-from penstock.client import SourceStep
+from penstock.client import Step
 from penstock.packing import RankPlan, fill, pack
 from penstock.train.run_config import TrainConfig
 
@@ -21,7 +21,7 @@ class FakeSource:
         self._config, self._rank, self._vocabulary = config, rank, vocabulary
         self._number = 0
 
-    def step(self, number: int | None = None, *, timeout: float | None = None) -> SourceStep:
+    def step(self, number: int | None = None, *, timeout: float | None = None) -> Step:
         self._number += 1
         fake, length = self._config.fake, self._config.packing.seq_len
         assert fake is not None
@@ -38,7 +38,7 @@ class FakeSource:
             long_rows=True,
         )
         rank_plan: RankPlan = step.ranks[self._rank].rank_plan
-        return SourceStep(self._number, "", rank_plan, fill(step.ranks[self._rank].all_samples, rank_plan))
+        return Step(self._number, "", rank_plan, fill(step.ranks[self._rank].all_samples, rank_plan))
 
     def _sample(self, rng: np.random.Generator, name: str, length: int) -> Sample:
         mask = np.arange(length) >= max(1, length // 4)
@@ -51,10 +51,10 @@ class FakeSource:
             rewards=0.0,
         )
 
-    def commit(self, step: SourceStep, *, policy_version: int | None = None) -> None:
+    def commit(self, step: Step, *, policy_version: int | None = None) -> None:
         """Does nothing: there is no plane."""
 
-    def report(self, step: SourceStep, *, priorities: Mapping[str, float] | None = None) -> None:
+    def report(self, step: Step, *, priorities: Mapping[str, float] | None = None) -> None:
         """Does nothing: there is no plane."""
 
     def flush(self) -> None:

@@ -19,7 +19,7 @@ except ImportError as error:
 from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from penstock.client import Source, SourceStep
+    from penstock.client import Source, Step
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class Steps(IterableDataset):  # type: ignore[misc]
     def __init__(self, source: Source, timeout: float | None = None) -> None:
         self.source, self.timeout = source, timeout
 
-    def __iter__(self) -> Iterator[SourceStep]:
+    def __iter__(self) -> Iterator[Step]:
         if get_worker_info() is not None:
             raise InvalidInput(
                 "DataLoader: num_workers above 0; a source belongs to one process and prefetches by itself; "

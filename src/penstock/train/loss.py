@@ -174,7 +174,7 @@ class RefKl:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PpoClip:
+class Grpo:
     """PPO's clipped objective; with `beta`, GRPO's, which adds the k3 KL towards `teacher_logprobs`.
 
     A clipped token has a constant loss and no gradient. These tokens are reported as masked.
@@ -190,7 +190,7 @@ class PpoClip:
         self, columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, entropy: torch.Tensor | None = None
     ) -> Terms:
         gap, mask = _gap(columns, trainer_logprobs, type(self).__name__), columns["loss_mask"]
-        advantages = need(columns, "advantages", "PpoClip")
+        advantages = need(columns, "advantages", "Grpo")
         high = mask & (advantages > 0) & (gap.ratio > 1 + self.high)
         low = mask & (advantages < 0) & (gap.ratio < 1 - self.low)
         masks = Masks(masked=high | low, masked_high=high, masked_low=low)
@@ -199,7 +199,7 @@ class PpoClip:
         loss = _push(columns, trainer_logprobs, advantages, masks.masked, 0.0)
         loss = loss - torch.where(masks.masked, bound, 0.0)
         if self.beta:
-            away = need(columns, "teacher_logprobs", "PpoClip with beta") - trainer_logprobs
+            away = need(columns, "teacher_logprobs", "Grpo with beta") - trainer_logprobs
             away = torch.where(mask, away, 0.0)
             loss = loss + self.beta * (away.expm1() - away)
         rule: Rule = {"kind": "ppo", "high": self.high, "low": self.low}

@@ -25,7 +25,7 @@ except ImportError as error:
     raise missing("penstock.train.trainer", error) from None
 
 from penstock.assets import AssetStore
-from penstock.client import Source, SourceStep, connect
+from penstock.client import Source, Step, connect
 from penstock.errors import ConfigError
 from penstock.packing import MicroBatch
 from penstock.replay import Prioritized
@@ -33,7 +33,7 @@ from penstock.train import checkpoint
 from penstock.train.agreement import agree
 from penstock.train.checkpoint import Weights
 from penstock.train.fake import FakeSource
-from penstock.train.loss import Dppo, Ipo, Loss, PpoClip
+from penstock.train.loss import Dppo, Grpo, Ipo, Loss
 from penstock.train.materialize import MaskSample
 from penstock.train.metrics_sinks import MetricsFile
 from penstock.train.model import build_model, check_packing, check_trees, check_vocabulary, row_logprobs
@@ -60,8 +60,8 @@ class Inputs(NamedTuple):
 class Observer(Protocol):
     """Receives every micro-batch with its loss terms. The token exporter is one."""
 
-    def write(self, step: SourceStep, batch: MicroBatch, terms: Terms, *, policy_version: int) -> None: ...
-    def close_step(self, step: SourceStep) -> None: ...
+    def write(self, step: Step, batch: MicroBatch, terms: Terms, *, policy_version: int) -> None: ...
+    def close_step(self, step: Step) -> None: ...
     def close(self) -> None: ...
 
 
@@ -97,7 +97,7 @@ def loss_of(config: LossConfig) -> Loss:
     """Build the configured loss. Samples in other modes than rl use their default losses."""
     kinds: dict[str, Callable[[], Loss]] = {
         "dppo": lambda: Dppo(high=config.threshold, low=config.threshold, kl_tau=config.kl_weight),
-        "grpo": lambda: PpoClip(low=config.clip_low, high=config.clip_high),
+        "grpo": lambda: Grpo(low=config.clip_low, high=config.clip_high),
         "ipo": lambda: Ipo(threshold=config.threshold, kl_tau=config.kl_weight),
     }
     return ByMode(rl=kinds[config.kind]())
@@ -178,7 +178,7 @@ class Trainer:
         extra = self._vision.inputs(batch, tensors) if self._vision and batch.images else None
         return Inputs(batch, tensors, extra)
 
-    def train_step(self, step: SourceStep, inputs: list[Inputs]) -> Sums:
+    def train_step(self, step: Step, inputs: list[Inputs]) -> Sums:
         """Run one optimizer step over all micro-batches of a step."""
         sums, last = Sums(), len(inputs) - 1
         for index, (batch, tensors, extra) in enumerate(inputs):
@@ -201,7 +201,7 @@ class Trainer:
         reduced.check_trained(step.number, step.loss_tokens)
         return reduced
 
-    def _backward(self, step: SourceStep, tensors: dict[str, torch.Tensor], extra: dict[str, Any] | None) -> Terms:
+    def _backward(self, step: Step, tensors: dict[str, torch.Tensor], extra: dict[str, Any] | None) -> Terms:
         if extra is not None:
             self.model.model.rope_deltas = None  # the model caches them and would reuse those of the last call
         needed = None if self.observer is not None else tensors["loss_mask"]  # an observer needs all tokens
@@ -238,7 +238,7 @@ class Trainer:
         if self.config.fake is None:
             checkpoint.save(self.folder / "checkpoints", self.done, self.model, self.optimizer, writes=self.rank == 0)
 
-    def _note(self, step: SourceStep, sums: Sums, seconds: float, waited: float) -> None:
+    def _note(self, step: Step, sums: Sums, seconds: float, waited: float) -> None:
         self._rewards.append(sums.reward)
         images = self._vision.metrics() if self._vision else {}  # also resets the counters, so every rank calls it
         if self._metrics_file is None:

@@ -12,6 +12,7 @@ from penstock.view.keep_rules import Worst as Worst
 from penstock.view.library import Library as Library
 from penstock.view.library import is_run_folder as is_run_folder
 from penstock.view.plane_groups import EVALUATION as EVALUATION
+from penstock.view.plot_step import Timing as Timing
 from penstock.view.plot_step import draw as draw
 from penstock.view.plot_step import timing_of as timing_of
 from penstock.view.reader import Export as Export

@@ -33,7 +33,7 @@ except ImportError as error:
 
     raise MissingExtra(f"PlaneTrainer: needs {error.name or error}; {install('transformers')}") from None
 
-from penstock.client import Plane, Source, SourceStep, connect
+from penstock.client import Plane, Source, Step, connect
 from penstock.errors import ConfigError, InvalidInput
 from penstock.packing import MicroBatch
 from penstock.protocol import Timeouts
@@ -74,9 +74,9 @@ class Feed(IterableDataset):  # type: ignore[misc]
 
     def __init__(self, source: Source, publish: Callable[[int], None] | None) -> None:
         self.source, self._publish = source, publish
-        self.current: SourceStep | None = None
+        self.current: Step | None = None
 
-    def __iter__(self) -> Iterator[SourceStep]:
+    def __iter__(self) -> Iterator[Step]:
         for step in self.source.steps():
             self.current = step
             yield step
@@ -209,7 +209,7 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
 
     # -------------------------------------------------------------- one step
 
-    def training_step(self, model: Any, step: SourceStep, *_: Any) -> torch.Tensor:
+    def training_step(self, model: Any, step: Step, *_: Any) -> torch.Tensor:
         """Run forward and backward on all micro-batches. The mean of the result over ranks is the step's loss."""
         model.train()
         with agree(self._gloo, step=step.number):
@@ -245,7 +245,7 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
             self._trees_checked = True
         return batch, to_torch(batch, device=self.args.device)
 
-    def _backward(self, model: Any, step: SourceStep, tensors: dict[str, torch.Tensor]) -> tuple[Terms, torch.Tensor]:
+    def _backward(self, model: Any, step: Step, tensors: dict[str, torch.Tensor]) -> tuple[Terms, torch.Tensor]:
         needed = None if self.observer is not None else tensors["loss_mask"]
         with self.compute_loss_context_manager():
             logprobs, entropy = row_logprobs(model, tensors, needed=needed)
@@ -272,10 +272,10 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
             logs["train_samples_per_second"] = round(self._samples_trained / logs["train_runtime"], 3)
         super().log(logs, *args, **kwargs)
 
-    def floating_point_ops(self, _step: SourceStep) -> int:
+    def floating_point_ops(self, _step: Step) -> int:
         return 0  # Trainer's estimate is for rectangular batches
 
-    def _track_num_input_tokens(self, step: SourceStep) -> None:
+    def _track_num_input_tokens(self, step: Step) -> None:
         """Count tokens for `include_num_input_tokens_seen`. The plan has those of all ranks."""
         counts, wanted = step.accounting.total, str(self.args.include_num_input_tokens_seen)
         if wanted != "no":

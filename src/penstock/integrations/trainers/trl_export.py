@@ -27,7 +27,7 @@ except ImportError as error:
 
 from penstock.arrays import Sample
 from penstock.packing import MicroBatch, pack
-from penstock.train import PpoClip, Terms, to_torch
+from penstock.train import Grpo, Terms, to_torch
 from penstock.view import TokenExporter
 
 _ROW = "penstock_row"
@@ -105,7 +105,7 @@ class ExportTokens(TrainerCallback):  # type: ignore[misc]
             places[0, end - own : end] = logprobs[i].cpu()[kept]
             places[1, end - own : end] = 0.0 if entropy is None else entropy[i].cpu()[kept]
         trained, spread = (torch.from_numpy(row).float() for row in places)
-        terms = PpoClip(low=self._trainer.epsilon_low, high=self._trainer.epsilon_high)(
+        terms = Grpo(low=self._trainer.epsilon_low, high=self._trainer.epsilon_high)(
             to_torch(batch), trained, None if entropy is None else spread
         )
         return batch, terms if self._trainer.loss_type in _CLIPPED else _without_loss(terms)

@@ -41,7 +41,7 @@ except ImportError as error:
     raise MissingExtra(f"Durable: needs {error.name or error}; {install('trl')}") from None
 
 from penstock.arrays import Sample
-from penstock.client import Plane, Source, SourceStep
+from penstock.client import Plane, Source, Step
 from penstock.client import open as open_plane
 from penstock.errors import ConfigError, InvalidInput, PenstockError, WaitTimeout
 from penstock.integrations.trainers.trl_rollouts import MESSAGES, Rollouts, messages_of
@@ -320,7 +320,7 @@ class Durable:
             self._fail(error)
             raise
 
-    def _samples(self, step: SourceStep, skip: int = 0) -> list[Handed]:
+    def _samples(self, step: Step, skip: int = 0) -> list[Handed]:
         """Return the samples of a step without the first `skip`, group by group. Groups are numbered over restarts."""
         groups: dict[str, list[Sample]] = {}
         for sample in step.samples():
