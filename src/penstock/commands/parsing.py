@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import shutil
 import textwrap
@@ -54,6 +53,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     >>> suggestion("--seqlen", ["--seq-len", "--ranks"]), suggestion("zebra", ["demo"])
     ("; did you mean '--seq-len'?", '')
     """
+    import difflib  # only for mistakes
+
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 

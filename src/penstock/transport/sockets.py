@@ -19,7 +19,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from penstock.errors import ConfigError, PeerError
 from penstock.protocol import Buffer, Frames, Peer
@@ -224,6 +223,8 @@ class SocketClient:
             self._wake.clear()
             got = self._take()
             if got is None and self._monitor is not None and self._monitor in ready:
+                from zmq.utils.monitor import recv_monitor_message  # imports asyncio: only after a refusal
+
                 self._check_refusal(recv_monitor_message(self._monitor))
         return got
 
