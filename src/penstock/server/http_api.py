@@ -118,16 +118,6 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
         found, status = _accepted(samples, encoded, answer)
         return _json(found, status)
 
-    async def states(request: Request) -> Response:
-        size, refusal = _length(request, MAX_STATES_BYTES)
-        if refusal is not None:
-            return refusal
-        body = await _body(request, size)
-        if body is None:
-            return _problem(408, "WaitTimeout", f"body: did not arrive within {_BODY_S:g} s; send it again")
-        found = await plane.ahas(_asked(body))
-        return _json({"states": {name: {"state": one.state, "reason": one.reason} for name, one in found.items()}})
-
     async def status(_: Request) -> Response:
         return _json(await _beside(pool, plane.status))
 
@@ -139,7 +129,7 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
 
     guarded: dict[str, tuple[str, Answer]] = {
         "/v1/groups": ("POST", put),
-        "/v1/states": ("POST", states),
+        "/v1/states": ("POST", lambda request: _states(plane, request)),
         "/v1/status": ("GET", status),
         "/v1/ledger": ("GET", ledger),
     }
@@ -161,6 +151,17 @@ def _of_frame(body: bytes, evaluation: bool) -> tuple[int, EncodedGroup]:
     if len(groups) != 1 or not groups[0]:
         raise InvalidInput(f"frame: samples of groups {groups[:3]}; a frame that is put holds one group, with its id")
     return len(head.ids), EncodedGroup.of_frame(groups[0], body, evaluation=evaluation)
+
+
+async def _states(plane: Plane, request: Request) -> Response:
+    size, refusal = _length(request, MAX_STATES_BYTES)
+    if refusal is not None:
+        return refusal
+    body = await _body(request, size)
+    if body is None:
+        return _problem(408, "WaitTimeout", f"body: did not arrive within {_BODY_S:g} s; send it again")
+    found = await plane.ahas(_asked(body))
+    return _json({"states": {name: {"state": one.state, "reason": one.reason} for name, one in found.items()}})
 
 
 def _asked(body: bytes) -> list[str]:
