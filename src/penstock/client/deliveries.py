@@ -21,7 +21,7 @@ from penstock.client.direct import Direct, DirectPut, write_all
 from penstock.client.encoded_group import EncodedGroup
 from penstock.client.producer_connection import Lost, ProducerConnection, Result, error_of
 from penstock.client.put_counts import PutCounts
-from penstock.errors import Away, DiskFull, Overloaded, PenstockError, PlaneLost, PutManyError, StorageError
+from penstock.errors import Away, Closed, DiskFull, Overloaded, PenstockError, PlaneLost, PutManyError, StorageError
 from penstock.protocol import Accepted, PutRequest, Rejected
 
 G = TypeVar("G")
@@ -58,9 +58,11 @@ class Deliveries:
         # for the plane too (wait and repeat), or when the segment was sealed meanwhile (write to a new one).
         while todo:
             begun = yield Call(partial(self._begin, groups, todo, inline, deadline))
-            results = yield from self._connection.put(
-                [one.request for one in begun.ready], deadline, partial(_write, begun.ready, deadline)
-            )
+            requests, write = [one.request for one in begun.ready], partial(_write, begun.ready, deadline)
+            try:
+                results = yield from self._connection.put(requests, deadline, write)
+            except Closed as error:  # before anything was sent
+                results = [error] * len(requests)
             found |= begun.invalid
             inline, pause = self._settle(groups, begun.ready, results, found, deadline)
             todo = [place for place in todo if place not in found]
@@ -109,7 +111,7 @@ class Deliveries:
                 repeats.append((one.put, result))
             else:
                 found[one.place] = self._taken(groups[one.place], result)
-        if any(one.put is not None for one in ready) and not failed:
+        if repeats or (not failed and any(one.put is not None for one in ready)):
             self._direct.note_repeats(repeats)
         return frozenset(inline), pause
 
@@ -195,7 +197,7 @@ class ManyPuts(Generic[G]):
                 places.release()
             for one in window:
                 outcome = one if isinstance(one, PenstockError) else next(outcomes)
-                is_lost |= isinstance(outcome, Lost)
+                is_lost |= isinstance(outcome, Lost | Closed)
                 self._results.append(_result(one, outcome))
         return self._checked()
 
