@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from penstock.protocol.picks import StepPicks
 from penstock.protocol.producer import Answered, PutRequest
 from penstock.protocol.rank_session import Arrived
 from penstock.storage import MemoryStorage, Writer, parse_location
-from tests.support.plain_groups import plain_metadata
+from tests.support.plain_groups import plain_metadata, run_of_group
 from tests.support.simulated import Rank
 from tests.support.simulated_producer import Producer
 from tests.support.simulated_storage import StorageView
@@ -60,10 +59,23 @@ class DirectProducer(Producer):
             raise _NoSegment("ask for one first")
         return self._segments.pop()
 
-    def _request(self, group: str) -> PutRequest:
-        whole = super()._request(group)
-        frame = self._frames[group]
-        return replace(whole, frame=None, size=len(frame)) if self._is_direct else whole
+    def _put(self, group: str) -> None:
+        if not self._is_direct:
+            super()._put(group)
+            return
+        frame, run, now = self._frames[group], run_of_group(group), self.world.clock.now
+        request = PutRequest(
+            group=group,
+            digest=xxhash.xxh3_128_digest(frame),
+            size=len(frame),
+            run=lambda: run,
+            waits=self.world.rng.random() < 0.8,
+        )
+        (ticket,), events = self._session.put([request], now)
+        self._tickets[ticket] = group
+        if self.world.cancels():
+            self.world.clock.after(self.world.cancel_s(), lambda: self.hears(partial(self.cancel, ticket)))
+        self.handle(events)
 
     # -------------------------------------------------------------- writing
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
 
 from penstock.errors import PenstockError, PlaneLost
-from penstock.protocol.bundles import bundled
 from penstock.protocol.message_header import read_from_plane
 from penstock.protocol.messages import Accepted, Frames, Rejected
 from penstock.protocol.producer import Answered, ProducerSession, PutRequest
@@ -47,7 +45,8 @@ class Producer(Process):
         self.up, self.life = True, self.life + 1
         self._session = self._new_session()
         self._tickets = {}
-        self.put()
+        for _ in range(self._at_once):
+            self.put()
         self.tick()
 
     def _new_session(self) -> ProducerSession:
@@ -64,20 +63,15 @@ class Producer(Process):
         self.hears(look)
 
     def put(self) -> None:
-        """Put groups at hand that have no put under way, or the next ones: some together, the others by themselves."""
-        while self.up and len(self._tickets) < self._at_once:
-            batch = list(islice(self._next(), self.world.rng.randint(1, self._at_once - len(self._tickets))))
-            if not batch:
-                break
-            self._put(batch)
-        if self.up and not self._frames:
-            self.stop()
-
-    def _next(self) -> Iterator[str]:
+        """Return a group at hand that has no put under way, or the next one."""
+        if not self.up or len(self._tickets) >= self._at_once:
+            return
         under_way = set(self._tickets.values())
-        yield from [group for group in self._frames if group not in under_way]
-        while (group := self._make()) is not None:
-            yield group
+        group = next((group for group in self._frames if group not in under_way), None) or self._make()
+        if group is not None:
+            self._put(group)
+        elif not self._frames:
+            self.stop()
 
     def _make(self) -> str | None:
         number = next(self._groups, None)
@@ -87,25 +81,23 @@ class Producer(Process):
         self._frames[group] = msgspec.msgpack.encode((group, 1 + number % 3, self.world.published))
         return group
 
-    def _request(self, group: str) -> PutRequest:
-        frame, run = self._frames[group], run_of_group(group)
-        return PutRequest(
+    def _put(self, group: str) -> None:
+        frame, run, now = self._frames[group], run_of_group(group), self.world.clock.now
+        waits = self.world.rng.random() < 0.8
+        request = PutRequest(
             group=group,
             frame=frame,
             digest=xxhash.xxh3_128_digest(frame),
             run=lambda: run,
-            waits=self.world.rng.random() < 0.8,
+            waits=waits,
             evaluation=self._evaluation,
         )
-
-    def _put(self, groups: list[str]) -> None:
-        tickets, events = self._session.put(list(map(self._request, groups)), self.world.clock.now)
-        self._tickets |= dict(zip(tickets, groups, strict=True))
-        for ticket in tickets:
-            if self.world.happens(self.world.faults.give_up):
-                self.world.clock.after(0.3, partial(self.hears, partial(self.give_up, ticket)))
-            if self.world.cancels():
-                self.world.clock.after(self.world.cancel_s(), partial(self.hears, partial(self.cancel, ticket)))
+        (ticket,), events = self._session.put([request], now)
+        self._tickets[ticket] = group
+        if self.world.happens(self.world.faults.give_up):
+            self.world.clock.after(0.3, lambda: self.hears(partial(self.give_up, ticket)))
+        if self.world.cancels():
+            self.world.clock.after(self.world.cancel_s(), lambda: self.hears(partial(self.cancel, ticket)))
         self.handle(events)
 
     def give_up(self, ticket: int) -> None:
@@ -131,15 +123,11 @@ class Producer(Process):
         self.handle(self._session.on_message(read_from_plane(header), self.world.clock.now))
 
     def handle(self, events: list[ProducerEvent]) -> None:
-        outs = [event for event in events if isinstance(event, Out)]
-        for out in outs:
-            self.world.oracle.sent(self, out)
-        for out in bundled(outs):
-            self.say(out.message, out.frames, self._session.run_id)
         for event in events:
             if isinstance(event, Out):
-                continue
-            if isinstance(event, Answered):
+                self.world.oracle.sent(self, event)
+                self.say(event.message, event.frames, self._session.run_id)
+            elif isinstance(event, Answered):
                 self.answered(event)
             else:
                 self.world.note(f"{self.name} raised {type(event.error).__name__}: {event.error}")
