@@ -8,6 +8,7 @@ notes carry spread, CPU seconds and peak memory. Ours writes and syncs every gro
 all ranks or none, with heartbeats and credit; the rivals do less, as the docstrings in `programs` explain.
 
 `direct`: workers and ranks use the storage themselves, with keys. `tcp`: all bytes pass the plane, without keys.
+`put_many`: as `direct`, and each producer puts all its groups with one call, beside TransferQueue doing the same.
 Each system has its own processes.
 """
 
@@ -41,6 +42,8 @@ class Setting:
     label: str
     targets: dict[str, float]
     """How many times faster than TransferQueue each of our transports must be."""
+    many_target: float | None
+    """How many times faster than one put of the whole batch into TransferQueue `put_many` must be."""
     previous_target: float
     """How many times faster than the previous version over tcp `direct` must be."""
     plane_cpu_s: float
@@ -63,8 +66,10 @@ OURS = {
     transport: System(name=f"ours, {transport}", program=transport, system="plane", transport=transport)
     for transport in TRANSPORTS
 }
+MANY = System(name="ours, put_many", program="direct", system="many", transport="direct")
 BEFORE = System(name=f"{PREVIOUS}, tcp", program="previous", system="plane", transport="tcp")
 QUEUE = System(name="TransferQueue", program="rivals", system="queue")
+WHOLE = System(name="TransferQueue, whole batch", program="rivals", system="whole")
 REFS = System(name="bare Ray refs", program="rivals", system="refs")
 LISTS = System(name="ZeroMQ + msgpack lists", program="lists", system="lists", rounds=2)
 
@@ -72,9 +77,9 @@ LISTS = System(name="ZeroMQ + msgpack lists", program="lists", system="lists", r
 def settings(*, full: bool) -> list[Setting]:
     text, router = (15, 5) if full else (7, 3)
     cases = (
-        ("fixed", "text 512 x 4k", text, {"direct": 1.5, "tcp": 1.1}, 1.5, 0.05),
-        ("ragged", "text 512 x up to 4k", text, {"direct": 3.0, "tcp": 1.1}, 1.5, 0.05),
-        ("router", "router replay 512 x 4k", router, {"direct": 1.8}, 2.0, 0.1),
+        ("fixed", "text 512 x 4k", text, {"direct": 1.5, "tcp": 1.1}, 1.0, 1.5, 0.05),
+        ("ragged", "text 512 x up to 4k", text, {"direct": 3.0, "tcp": 1.1}, 1.2, 1.5, 0.05),
+        ("router", "router replay 512 x 4k", router, {"direct": 1.8}, None, 2.0, 0.1),
     )
     return [
         Setting(
@@ -83,11 +88,12 @@ def settings(*, full: bool) -> list[Setting]:
             rounds=rounds,
             label=label,
             targets=targets,
+            many_target=many,
             previous_target=previous,
             plane_cpu_s=plane_cpu_s,
         )
         for ranks in ((2, 4) if full else (2,))
-        for case, label, rounds, targets, previous, plane_cpu_s in cases
+        for case, label, rounds, targets, many, previous, plane_cpu_s in cases
     ]
 
 
@@ -124,9 +130,9 @@ def _wanted(rivals: str | None, baseline: str | None) -> dict[str, Wanted]:
 
 def _systems(setting: Setting) -> list[System]:
     """In the order of their turns."""
-    ours = list(OURS.values())
+    ours = [*OURS.values(), MANY]
     lists = [] if setting.case == "router" else [LISTS]  # as lists, 805 MB of experts take 6.4 GB in each process
-    return [*ours, QUEUE, REFS, *lists, BEFORE]
+    return [*ours, QUEUE, WHOLE, REFS, *lists, BEFORE]
 
 
 def _measure(
@@ -179,6 +185,8 @@ def _rows(setting: Setting, found: dict[str, Rounds], why: dict[str, str]) -> li
         rivals += [(LISTS, None)] if setting.case != "router" else []
         rivals += [(BEFORE, setting.previous_target if transport == "direct" else None)]
         rows += [_row(name, ours, rival, target, found, why) for rival, target in rivals]
+    name = f"{setting.label}, {setting.ranks} ranks, put_many"
+    rows.append(_row(name, MANY, WHOLE, setting.many_target, found, why))
     name = f"{setting.label}, {setting.ranks} ranks, direct"
     rows.append(_absolute(f"{name}: CPU seconds of the plane", "plane_cpu_s", setting.plane_cpu_s, found, why))
     rows.append(_cpu(f"{name}: CPU of all processes", found, why))
@@ -232,8 +240,9 @@ def _row(
     mine = _typical(found[ours.name])
     if rival.name not in found:
         absent = skipped(name, why[rival.name], ours=mine * 1e3, unit="ms", rival_name=rival.name, target=target)
-        return replace(absent, note=_spent(ours, found[ours.name]) if rival is QUEUE else "")
-    note = "; ".join(_spent(system, found[system.name]) for system in ((ours, rival) if rival is QUEUE else (rival,)))
+        return replace(absent, note=_spent(ours, found[ours.name]) if rival in (QUEUE, WHOLE) else "")
+    both = (ours, rival) if rival in (QUEUE, WHOLE) else (rival,)
+    note = "; ".join(_spent(system, found[system.name]) for system in both)
     return faster(name, mine, _typical(found[rival.name]), rival.name, target=target, note=note)
 
 

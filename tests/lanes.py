@@ -33,6 +33,7 @@ PROCESS = {
     "log/test_outages.py",
     "log/test_postgres.py",
     "server/test_allocation.py",
+    "client/test_put_many_killed.py",
     "client/test_async_puts.py::test_a_thousand_tasks_put_with_few_threads_and_few_frames",
     "plane/test_cluster.py",
     "plane/test_faults.py",

@@ -1,5 +1,7 @@
 """Penstock: a served plane on a folder, producers that put durably, ranks that take packed steps.
 
+plane: producers call `put` for each group. many: they call `put_many` once.
+
 Runs with the Penstock of its interpreter, this version or an older one, so it uses what both have: `penstock serve`,
 `open`, `connect`, `Sample`.
 """
@@ -34,7 +36,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="penstock-path-", dir=sys.argv[1]) as folder:
         system = _System(Path(folder))
         try:
-            serve(["plane"], {"penstock": penstock.__version__}, system.run)
+            offers = ["plane", "many"] if hasattr(penstock.Plane, "put_many") else ["plane"]
+            serve(offers, {"penstock": penstock.__version__}, system.run)
         finally:
             system.close()
 
@@ -58,11 +61,11 @@ class _System:
         """One step, from arrays to tensors."""
         ranks, case = int(request["ranks"]), CASES[request["case"]]
         plane = self._plane(ranks, str(request["transport"]), case.groups)
-        name = f"{case.name}-{ranks}-{request['round']}"
+        name = f"{case.name}-{ranks}-{request['system']}-{request['round']}"
         sent = self._producers.ask({"do": "prepare", "case": case.name, "name": name})
         meter, began = Meter(), time.time()
         self._ranks.tell({"do": "take", "plane": plane.name}, ranks)
-        self._producers.tell({"do": "put", "plane": plane.name})
+        self._producers.tell({"do": "put", "plane": plane.name, "many": request["system"] == "many"})
         got = self._ranks.answers(ranks)
         used = meter.read(ranks=self._ranks.pids(ranks), producers=self._producers.pids(), plane=[plane.process.pid])
         puts = self._producers.answers()
@@ -144,11 +147,15 @@ def producer(number: int, pipe: Connection) -> None:
                 groups[:] = make_groups(case, range(number, case.groups, PRODUCERS), request["name"])
                 return sums_of(groups)
             case "put":
-                longest_s = 0.0
-                for group in groups:
-                    begin = time.perf_counter()
-                    planes[request["plane"]].put(samples_of(group))
-                    longest_s = max(longest_s, time.perf_counter() - begin)
+                begin, longest_s = time.perf_counter(), 0.0
+                if request["many"]:
+                    planes[request["plane"]].put_many(samples_of(group) for group in groups)
+                    longest_s = time.perf_counter() - begin
+                else:
+                    for group in groups:
+                        begin = time.perf_counter()
+                        planes[request["plane"]].put(samples_of(group))
+                        longest_s = max(longest_s, time.perf_counter() - begin)
                 groups.clear()
                 return {"longest_s": longest_s}
             case "slow":

@@ -5,6 +5,9 @@ i to rank i modulo ranks. No plan, no disk, no check.
 
 queue: TransferQueue with SimpleStorage in two units. Producers call `kv_batch_put` per group; when all have, the driver
 calls `kv_list` and hands each rank its keys, the ranks call `kv_batch_get`, as verl's trainer does. No disk.
+
+whole: the same, with one `kv_batch_put` per producer of all its groups. Where all samples have one length, they lie in
+one array before the clock starts.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ def main() -> None:
             import transfer_queue
 
             transfer_queue.init()
-            offers, versions = [*offers, "queue"], versions | {"TransferQueue": metadata.version("TransferQueue")}
+            offers, versions = (
+                [*offers, "queue", "whole"],
+                versions | {"TransferQueue": metadata.version("TransferQueue")},
+            )
         system = _System(with_queue="queue" in offers)
         serve(offers, versions, system.run)
 
@@ -71,14 +77,15 @@ class _System:
         import ray
 
         ranks, case = int(request["ranks"]), CASES[request["case"]]
-        partition = f"{case.name}-{ranks}-{request['round']}"
-        sent = ray.get([one.prepare.remote(case.name, partition) for one in self._producers], timeout=PATIENCE_S)
+        partition = f"{case.name}-{ranks}-{request['system']}-{request['round']}"
+        whole = request["system"] == "whole"
+        sent = ray.get([one.prepare.remote(case.name, partition, whole) for one in self._producers], timeout=PATIENCE_S)
         meter = Meter()
         take = self._refs if request["system"] == "refs" else self._queue
         got = take(ranks, partition)
         producers, pids = self._pids[:PRODUCERS], self._pids[PRODUCERS:]
         used = meter.read(ranks=pids[:ranks], producers=producers, idle=pids[ranks:])
-        if request["system"] == "queue":
+        if request["system"] != "refs":
             _clear(partition)
         check(sent, got)
         return used
@@ -126,10 +133,13 @@ class _Producer(_Actor):
         self._number = number
         self._groups: list[Group] = []
 
-    def prepare(self, name: str, partition: str) -> dict[str, int]:
+    def prepare(self, name: str, partition: str, whole: bool) -> dict[str, int]:
         case = CASES[name]
         self._groups = make_groups(case, range(self._number, case.groups, PRODUCERS), partition)
-        return sums_of(self._groups)
+        sums = sums_of(self._groups)
+        if whole:
+            self._groups = [_joined(self._groups)]
+        return sums
 
     def put_refs(self) -> list[Any]:
         import ray
@@ -143,6 +153,16 @@ class _Producer(_Actor):
             fields = _fields(group)
             keys = [f"{group.id}/{i}" for i in range(len(fields))]
             transfer_queue.kv_batch_put(keys=keys, partition_id=partition, fields=fields)
+
+
+def _joined(groups: list[Group]) -> Group:
+    """All groups as one: their rows, and one array per column where they have one."""
+    import numpy as np
+
+    first, blocks = groups[0], [group.block for group in groups if group.block is not None]
+    rows = {name: [row for group in groups for row in group.columns[name]] for name in first.columns}
+    joined = {name: np.concatenate([block[name] for block in blocks]) for name in (blocks[0] if blocks else ())}
+    return Group(id=first.id, columns=rows, block=joined or None)
 
 
 def _fields(group: Group) -> Any:

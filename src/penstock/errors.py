@@ -24,6 +24,7 @@
     │   ├── IncompatibleAsset       made for another layout, grid or software version (PeerError, ValueError)
     │   ├── MissingAsset            nothing under that id in this run (StorageError)
     │   └── CorruptAsset            stored bytes that do not match their id, or do not decode (CorruptFile)
+    ├── PutManyError                some groups of a batch were not accepted; `.results` has each one's error
     └── FlowError                   the data is fine, but cannot move now
         ├── Overloaded              held bytes are at their limit; `.retry_after_s` (RuntimeError)
         ├── Closed                  the table or connection was closed while you waited (RuntimeError)
@@ -35,6 +36,11 @@ exceptions between processes, because they hold only their message.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+_SHOWN = 3
+"""Errors of a batch that its message shows."""
 
 
 class PenstockError(Exception):
@@ -179,6 +185,39 @@ class CorruptAsset(AssetError, CorruptFile):
     """Stored bytes that do not match their id, or do not decode."""
 
     error_type = "corrupt_mm_raw_image"
+
+
+class PutManyError(PenstockError):
+    """Some groups of a batch were not accepted. The others are durable.
+
+    >>> error = PutManyError.of([True, InvalidInput("group 'b': no samples"), False])
+    >>> error.results[0], error.results[2], sorted(error.failed)
+    (True, False, [1])
+    """
+
+    def __init__(self, message: str, results: tuple[bool | PenstockError, ...] = ()) -> None:
+        super().__init__(message, results)
+        self.results = results
+        """Per group, in order: True if it is new and accepted, False if the plane already had it, or its error.
+
+        `PlaneLost` means that there was no answer: the group may be accepted, and putting it again tells. It ends the
+        batch: groups after the last one here were not sent."""
+
+    @staticmethod
+    def of(results: Sequence[bool | PenstockError]) -> PutManyError:
+        failed = [(i, error) for i, error in enumerate(results) if isinstance(error, PenstockError)]
+        shown = "; ".join(f"groups[{i}]: {type(error).__name__}: {error}" for i, error in failed[:_SHOWN])
+        more = f"; and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
+        words = f"put_many: {len(failed)} of {len(results)} groups failed, the others are durable: {shown}{more}"
+        return PutManyError(words, tuple(results))
+
+    @property
+    def failed(self) -> dict[int, PenstockError]:
+        """The errors, by position of the group."""
+        return {i: error for i, error in enumerate(self.results) if isinstance(error, PenstockError)}
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class FlowError(PenstockError):

@@ -25,7 +25,7 @@ from penstock.protocol.messages import (
     Room,
     Trace,
 )
-from penstock.protocol.producer import Answered, Event, ProducerSession
+from penstock.protocol.producer import Answered, Event, ProducerSession, PutRequest
 from penstock.protocol.retry import Failed, Out
 from penstock.protocol.rooms import Amount
 from penstock.protocol.timeouts import Timeouts
@@ -45,7 +45,8 @@ class Producer:
         self.is_alive = True
 
     def put(self, group: str, frame: bytes, *, waits: bool = True) -> int:
-        ticket, events = self.session.put(group, frame, group.encode(), self.world.now, waits=waits)
+        request = PutRequest(group=group, frame=frame, digest=group.encode(), waits=waits)
+        (ticket,), events = self.session.put([request], self.world.now)
         self.do(events)
         self.world.settle()
         return ticket
@@ -209,7 +210,7 @@ def test_a_frame_that_takes_long_to_write_does_not_make_the_plane_lost() -> None
     world = World(credit=100)
     producer = world.producer("a")
     producer.put("first", b"x")
-    ticket, events = producer.session.put("b", None, b"b", world.now, size=10)
+    (ticket,), events = producer.session.put([PutRequest(group="b", digest=b"b", size=10)], world.now)
     producer.do(events)
     assert isinstance(producer.answers[ticket], Room)
     for _ in range(200):
@@ -355,7 +356,7 @@ def test_a_put_on_credit_that_is_cancelled_before_it_hears_of_its_place_leaves_t
 
 def test_a_put_that_arrives_after_its_give_up_gets_no_place_to_stay() -> None:
     world, producer = full_after_credit()
-    ticket, events = producer.session.put("b", b"x", b"b", world.now)
+    (ticket,), events = producer.session.put([PutRequest(group="b", frame=b"x", digest=b"b")], world.now)
     producer.do(producer.session.abandon(ticket))
     producer.do(events)
     world.turn()

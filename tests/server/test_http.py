@@ -72,6 +72,21 @@ def json_group(name: str, rewards: tuple[float, ...] = (0.0, 1.0), tokens: int =
     return {"prompt": "17", "id": name, "rollouts": [rollout(reward) for reward in rewards]}
 
 
+def test_a_producer_asks_what_became_of_groups(tmp_path: Path) -> None:
+    with PlaneProcess([str(tmp_path / "run"), *SMALL, *DOOR]) as process:
+        client = Client(process)
+        client.put(json_group("17#a"))
+        code, said = client.ask("POST", "/v1/states", b'{"groups": ["17#a", "17#b"]}')
+        held, unknown = {"state": "held", "reason": ""}, {"state": "unknown", "reason": ""}
+        assert (code, said) == (200, {"states": {"17#a": held, "17#b": unknown}})
+        many = json.dumps({"groups": [f"g{number}" for number in range(1025)]}).encode()
+        for body, reason in ((many, "at most 1,024"), (b'{"groups": [1]}', "groups"), (b"[]", "body"), (b"x", "body")):
+            code, said = client.ask("POST", "/v1/states", body)
+            assert code == 400 and reason in said["message"]
+        assert client.ask("POST", "/v1/states", b" " * (5 << 20))[0] == 413
+        assert Client(process, "wrong").ask("POST", "/v1/states", many)[0] == 401
+
+
 def test_a_json_group_is_what_a_python_producer_would_have_put(tmp_path: Path) -> None:
     with PlaneProcess([str(tmp_path / "run"), *SMALL, *DOOR]) as process:
         code, said = Client(process).put(json_group("17#a"))

@@ -34,6 +34,7 @@ class DirectEngine(Engine):
     def put(self, ticket: object, group: str, frame: Buffer, *, evaluation: bool = False) -> Outcome | None:
         """Offer, check and keep a group; `flush` accepts it. An outcome is returned if it is known already."""
         found = self.pipeline.put(ticket, group, xxhash.xxh3_128_digest(frame), frame, evaluation=evaluation)
+        self.pipeline.begin()
         self._workers.finish()
         refused = self.pipeline.refused()
         return found or (refused[0] if refused else None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError, StepAborted
 from penstock.protocol.message_header import read_from_plane
-from penstock.protocol.messages import Missing, Put, Room
+from penstock.protocol.messages import Answers, Missing, Put, Room
 from penstock.protocol.retry import Out
 
 if TYPE_CHECKING:
@@ -70,10 +70,11 @@ class Oracle:
 
     def asked(self, peer: object, header: bytes) -> None:
         """The plane says something to a producer."""
-        message = read_from_plane(header)
-        if isinstance(message, (Missing, Room)):
-            ticket = message.put if isinstance(message, Missing) else message.ticket
-            self._asked[peer, ticket] = self._asked.get((peer, ticket), 0) + 1
+        found = read_from_plane(header)
+        for message in found.answers if isinstance(found, Answers) else (found,):
+            if isinstance(message, (Missing, Room)):
+                ticket = message.put if isinstance(message, Missing) else message.ticket
+                self._asked[peer, ticket] = self._asked.get((peer, ticket), 0) + 1
 
     @property
     def num_left(self) -> int:

@@ -12,7 +12,7 @@ from penstock.arrays.digests import step_digest
 from penstock.errors import PenstockError, PlaneLost
 from penstock.protocol.messages import Accepted, OpenSegment, Rejected, Room, SegmentOpened
 from penstock.protocol.picks import StepPicks
-from penstock.protocol.producer import Answered
+from penstock.protocol.producer import Answered, PutRequest
 from penstock.protocol.rank_session import Arrived
 from penstock.storage import MemoryStorage, Writer, parse_location
 from tests.support.plain_groups import plain_metadata, run_of_group
@@ -64,15 +64,14 @@ class DirectProducer(Producer):
             super()._put(group)
             return
         frame, run, now = self._frames[group], run_of_group(group), self.world.clock.now
-        ticket, events = self._session.put(
-            group,
-            None,
-            xxhash.xxh3_128_digest(frame),
-            now,
+        request = PutRequest(
+            group=group,
+            digest=xxhash.xxh3_128_digest(frame),
             size=len(frame),
             run=lambda: run,
             waits=self.world.rng.random() < 0.8,
         )
+        (ticket,), events = self._session.put([request], now)
         self._tickets[ticket] = group
         if self.world.cancels():
             self.world.clock.after(self.world.cancel_s(), lambda: self.hears(partial(self.cancel, ticket)))

@@ -12,7 +12,7 @@ import xxhash
 from penstock.errors import PenstockError, PlaneLost
 from penstock.protocol.message_header import read_from_plane
 from penstock.protocol.messages import Accepted, Frames, Rejected
-from penstock.protocol.producer import Answered, ProducerSession
+from penstock.protocol.producer import Answered, ProducerSession, PutRequest
 from penstock.protocol.producer import Event as ProducerEvent
 from penstock.protocol.retry import Out
 from tests.support.plain_groups import run_of_group
@@ -84,15 +84,15 @@ class Producer(Process):
     def _put(self, group: str) -> None:
         frame, run, now = self._frames[group], run_of_group(group), self.world.clock.now
         waits = self.world.rng.random() < 0.8
-        ticket, events = self._session.put(
-            group,
-            frame,
-            xxhash.xxh3_128_digest(frame),
-            now,
+        request = PutRequest(
+            group=group,
+            frame=frame,
+            digest=xxhash.xxh3_128_digest(frame),
             run=lambda: run,
             waits=waits,
             evaluation=self._evaluation,
         )
+        (ticket,), events = self._session.put([request], now)
         self._tickets[ticket] = group
         if self.world.happens(self.world.faults.give_up):
             self.world.clock.after(0.3, lambda: self.hears(partial(self.give_up, ticket)))

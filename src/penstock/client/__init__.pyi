@@ -6,6 +6,7 @@ from penstock.client.embedded import plane_transport as plane_transport
 from penstock.client.encoded_group import EncodedGroup as EncodedGroup
 from penstock.client.feeding import Fed as Fed
 from penstock.client.feeding import feed as feed
+from penstock.client.group_states import GroupState as GroupState
 from penstock.client.handles import Handle as Handle
 from penstock.client.handles import usable_url as usable_url
 from penstock.client.plane import Plane as Plane

@@ -8,11 +8,10 @@ many tasks there are, so that the event loop stays responsive.
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -35,30 +34,21 @@ class AsyncPuts:
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
-    @asynccontextmanager
-    async def place(self, run: str, timeout: float | None, *, evaluation: bool) -> AsyncIterator[float | None]:
-        """Hold one of a tenant's 64 places while the block runs. Yields the seconds left of `timeout`.
+    def places(self, run: str, timeout: float | None, *, evaluation: bool, most: int = UNDER_WAY) -> TakePlaces:
+        """Take places of a tenant: one, and up to `most` if they are free now. Release them afterwards.
 
-        Raises `Overloaded` if no place is free in time. Evaluation has its own places: it never waits for room, so it
+        Raises `Overloaded` if none is free in time. Evaluation has its own places: it never waits for room, so it
         must not queue behind puts that do.
         """
+        return TakePlaces(self, (run, evaluation), timeout, most)
+
+    def of_loop(self, key: tuple[str, bool]) -> asyncio.Semaphore:
         import asyncio  # here, because it takes 20 ms and few producers use it
 
-        began = time.monotonic()
         with self._lock:
-            free = self._places.setdefault(
+            return self._places.setdefault(
                 asyncio.get_running_loop(), defaultdict(lambda: asyncio.Semaphore(UNDER_WAY))
-            )[run, evaluation]
-        try:
-            async with asyncio.timeout(timeout):
-                await free.acquire()
-        except TimeoutError:
-            busy = f"put: {UNDER_WAY} puts of this process are running or wait for room; try again later"
-            raise Overloaded(busy) from None
-        try:
-            yield None if timeout is None else max(timeout - (time.monotonic() - began), 0.0)
-        finally:
-            free.release()
+            )[key]
 
     async def compute(self, act: Callable[[], T]) -> T:
         """Run a function on one of the encoding threads and return its result."""
@@ -74,3 +64,46 @@ class AsyncPuts:
         with self._lock:
             if self._pool is not None:
                 self._pool.shutdown(wait=False)  # running work finishes, and its tasks then get `Closed`
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Places that a put holds."""
+
+    count: int
+    release: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class TakePlaces:
+    """A wait for places (`conversations.Step`). A thread does not wait: there are as many puts as threads."""
+
+    puts: AsyncPuts
+    key: tuple[str, bool]
+    timeout: float | None
+    most: int
+
+    def block(self) -> Places:
+        return Places(self.most)
+
+    async def suspend(self, compute: object = None) -> Places:  # noqa: ARG002 - nothing to compute
+        import asyncio
+
+        free = self.puts.of_loop(self.key)
+        try:
+            async with asyncio.timeout(self.timeout):
+                await free.acquire()
+        except TimeoutError:
+            busy = f"put: {UNDER_WAY} puts of this process are running or wait for room; try again later"
+            raise Overloaded(busy) from None
+        # Further places only if no wait is needed: two batches that each hold some and wait for more would never end.
+        count = 1
+        while count < self.most and not free.locked():
+            await free.acquire()
+            count += 1
+
+        def release() -> None:
+            for _ in range(count):
+                free.release()
+
+        return Places(count, release)

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ logger = logging.getLogger("penstock.storage")
 _MARKER_S = 3.0
 """How long to ask an object store for the marker. A rank's heartbeats wait meanwhile."""
 _MOST_REPEATS = 20
-"""Frames in a row that the plane may reject before direct writing is turned off."""
+"""Batches in a row that the plane may reject before direct writing is turned off."""
 _PAUSE_S = 1.0
 """How long frames go to the plane after a full disk, or while storage is away: each direct try uses a new segment."""
 
@@ -103,18 +103,18 @@ class DirectWriter:
         self._waiting: deque[_Waiting] = deque()
         self._writing = threading.Lock()
 
-    def write(self, pieces: Pieces, deadline: float = math.inf) -> str:
-        """Write a frame and return its location. It is durable when this returns. Storage that is away is tried again
-        until the deadline, or as long as its engine allows."""
-        mine = _Waiting(pieces, deadline)
-        self._waiting.append(mine)
+    def write(self, frames: Sequence[Pieces], deadline: float = math.inf) -> list[str]:
+        """Write frames and return their locations. They are durable when this returns. Storage that is away is tried
+        again until the deadline, or as long as its engine allows."""
+        mine = [_Waiting(pieces, deadline) for pieces in frames]
+        self._waiting.extend(mine)
         # Group commit: the thread that gets the lock writes the frames of all waiting threads with one sync. The others
         # find theirs written when they get the lock.
         with self._writing:
-            while not mine.written.done():
+            while not all(one.written.done() for one in mine):
                 self._gather()
                 self._write_batch()
-        return mine.written.result()
+        return [one.written.result() for one in mine]
 
     def _gather(self) -> None:
         """Wait a moment for other frames to join the batch, where each write costs a request (object stores)."""
@@ -141,10 +141,10 @@ class DirectWriter:
             for one, location in zip(batch, locations, strict=True):
                 one.written.set_result(location)
 
-    def leave(self, location: str) -> None:
-        """Finish the segment of a location, because the plane accepts no further frames from it."""
+    def leave(self, segment: str) -> None:
+        """Finish a segment, because the plane accepts no further frames from it."""
         with self._writing:
-            self._writer.finish(location.partition(":")[0])
+            self._writer.finish(segment)
 
     def close(self) -> None:
         with self._writing:
@@ -160,7 +160,7 @@ class Direct:
         self._lock = threading.Lock()
         self._is_known = False
         self._repeats = 0
-        """Frames in a row that the plane did not accept from storage."""
+        """Batches in a row of which the plane did not accept all frames from storage."""
         self._writer: DirectWriter | None = None
         self._paused_until = 0.0
         self.seq_len, self.drops_long = 0, False
@@ -197,14 +197,20 @@ class Direct:
         logger.warning("%s; putting the group again", answer.reason)
         return _PAUSE_S
 
-    def count_repeat(self, reason: str) -> None:
-        """Count a frame that must be written again. If the plane never accepts one, it does not see this storage."""
+    def note_repeats(self, repeats: Sequence[tuple[DirectPut, Rejected]]) -> None:
+        """Note which frames of a batch must be written again, if any. If the plane never accepts one, it does not see
+        this storage."""
+        if not repeats:
+            self._repeats = 0
+            return
         self._repeats += 1
+        reason = repeats[0][1].reason
         if self._repeats > _MOST_REPEATS:
-            self.turn_off(f"{self._repeats} frames in a row were not accepted from storage, the last because: {reason}")
-
-    def count_taken(self) -> None:
-        self._repeats = 0
+            self.turn_off(f"{self._repeats} batches in a row were not accepted from storage, the last because {reason}")
+        for answer in (answer for _, answer in repeats if answer.kind == "Unseen"):
+            self.turn_off(answer.reason)
+        for segment, writer in {put.location.partition(":")[0]: put.writer for put, _ in repeats}.items():
+            writer.leave(segment)
 
     def turn_off(self, reason: object) -> None:
         """Send groups to the plane from now on, because storage cannot be used from here."""
@@ -222,37 +228,32 @@ class Direct:
 class DirectPut:
     """One put that writes to storage directly."""
 
-    def __init__(self, direct: Direct, writer: DirectWriter, group: EncodedGroup, deadline: float) -> None:
-        self._direct, self._writer, self._group, self._deadline = direct, writer, group, deadline
-        self._metadata = group.metadata(direct.seq_len, drop=direct.drops_long)
-        self._location = ""
+    def __init__(self, direct: Direct, writer: DirectWriter, group: EncodedGroup) -> None:
+        self.writer, self.group = writer, group
+        self.metadata = group.metadata(direct.seq_len, drop=direct.drops_long)
+        self.location = ""
 
     @staticmethod
-    def of(direct: Direct, group: EncodedGroup, deadline: float) -> DirectPut | None:
+    def of(direct: Direct, group: EncodedGroup) -> DirectPut | None:
         """Return None if the group must be sent to the plane: storage is out of reach, or the group is invalid and the
         plane should report what is wrong."""
         writer = direct.writer()
         if writer is None or direct.is_paused:
             return None
         try:  # computing the metadata validates the group
-            return DirectPut(direct, writer, group, deadline)
+            return DirectPut(direct, writer, group)
         except PenstockError:
             return None
 
-    def write(self) -> Written:
-        """Write the frame. Called when the plane has room for it."""
-        self._location = self._writer.write(self._group.pieces, self._deadline)
-        return self._location, *self._metadata
-
-    def should_repeat(self, answer: Answer) -> bool:
+    def must_repeat(self, answer: object) -> bool:
         """Return whether the frame must be written or sent again: its segment was sealed meanwhile, or the plane does
         not see it."""
-        if not isinstance(answer, Rejected) or answer.kind not in ("Sealed", "Unseen"):
-            self._direct.count_taken()
-            return False
-        self._direct.count_repeat(answer.reason)
-        if answer.kind == "Unseen":
-            self._direct.turn_off(answer.reason)
-        else:
-            self._writer.leave(self._location)
-        return True
+        return isinstance(answer, Rejected) and answer.kind in ("Sealed", "Unseen")
+
+
+def write_all(puts: Sequence[DirectPut], deadline: float) -> list[Written]:
+    """Write frames for which the plane has room, together."""
+    locations = puts[0].writer.write([put.group.pieces for put in puts], deadline)
+    for put, location in zip(puts, locations, strict=True):
+        put.location = location
+    return [(put.location, *put.metadata) for put in puts]

@@ -9,7 +9,6 @@ from functools import partial
 import xxhash
 
 from penstock.arrays import Own, Sample, check_priority
-from penstock.client.producer_connection import Question
 from penstock.convert import Group
 from penstock.errors import InvalidInput, PenstockError
 from penstock.frames import (
@@ -25,7 +24,7 @@ from penstock.frames import (
     metadata_of_pieces,
     read_head,
 )
-from penstock.protocol import ProducerSession
+from penstock.protocol import PutRequest
 
 _LARGE_BYTES = 1 << 20
 _ANY_SIZE = Limits(max_samples=1 << 16, max_tokens=1 << 40, max_bytes=1 << 50)
@@ -103,17 +102,14 @@ class EncodedGroup:
         metadata = metadata_of_pieces(self.made, group=self.name, seq_len=length, drop=drop and not self.evaluation)
         return metadata.to_bytes(), EvalMetadata.of(self.made.samples).to_bytes() if self.evaluation else b""
 
-    def question(self, session: ProducerSession, timeout: float | None, *, direct: bool = False) -> Question:
+    def request(self, *, waits: bool, direct: bool = False) -> PutRequest:
         """Return the request that puts the group. With `direct`, the frame is written to storage once there is room."""
         check_priority(self.name, self.priority)
-        waits = timeout is None or timeout > 0
         frame = None if direct else self.frame()
-        digest = self._digest() if frame is None else xxhash.xxh3_128_digest(frame)
-        return lambda now: session.put(
-            self.name,
-            frame,
-            digest,
-            now,
+        return PutRequest(
+            group=self.name,
+            digest=self._digest() if frame is None else xxhash.xxh3_128_digest(frame),
+            frame=frame,
             size=self.size,
             run=self.run,
             waits=waits,
@@ -140,6 +136,16 @@ def samples_of(group: object) -> Sequence[Sample]:
                 f"put: samples[{i}] is a {type(sample).__name__}; put samples, or trajectories with plane.group(...)"
             )
     return group
+
+
+def tenant_of(group: object) -> str:
+    """Return the tenant of a group. Returns "" for one that cannot be put: encoding it reports why."""
+    if isinstance(group, EncodedGroup):
+        return group.run()
+    try:
+        return next((sample.run for sample in samples_of(group)), "")
+    except PenstockError:
+        return ""
 
 
 def _run_of(frame: Buffer) -> str:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from penstock.client.encoded_group import EncodedGroup
 from penstock.client.plane import Plane
 from penstock.errors import InvalidInput
 from penstock.log import GroupRow
 from penstock.runs import RecordedRun
 from penstock.storage import Gone
+
+_BATCH, _BATCH_BYTES = 64, 64 << 20
+"""Groups and bytes put at once, where recorded times do not matter."""
 
 
 @dataclass(slots=True)
@@ -43,19 +48,38 @@ def feed(
     if speed is not None and not 0 < speed < float("inf"):
         raise InvalidInput(f"speed {speed}: must be a positive number")
     fed, began, first = Fed(), time.monotonic(), 0.0
-    for entry in recorded.in_order():
-        first = first or entry.at
-        due = began + (entry.at - first) / speed if speed is not None and entry.at else began
-        try:
-            frame = recorded.frame(entry.op)
-        except Gone:
-            fed.gone += 1
-            continue
-        time.sleep(max(due - time.monotonic(), 0.0))
+    for batch in _batches(recorded.in_order(), most=1 if speed is not None else _BATCH):
+        first = first or batch[0].at
+        due = began + (batch[0].at - first) / speed if speed is not None and batch[0].at else began
+        frames = _frames(recorded, batch)
+        fed.gone += len(batch) - len(frames)
+        time.sleep(max(due - time.monotonic(), 0.0) if frames else 0.0)
         fed.late_s = time.monotonic() - due if speed is not None else 0.0
-        is_new = plane.put_frame(entry.id, frame, evaluation=entry.is_evaluation)
-        fed.groups += is_new
-        fed.known += not is_new
-        fed.num_bytes += len(frame)
-        each(entry, fed)
+        encoded = [EncodedGroup.of_frame(row.id, frame, evaluation=row.is_evaluation) for row, frame in frames]
+        for (entry, frame), is_new in zip(frames, plane.put_many(encoded), strict=True):
+            fed.groups += is_new
+            fed.known += not is_new
+            fed.num_bytes += len(frame)
+            each(entry, fed)
     return fed
+
+
+def _batches(entries: Iterable[GroupRow], most: int) -> Iterator[list[GroupRow]]:
+    """Yield groups that are put together."""
+    batch: list[GroupRow] = []
+    for entry in entries:
+        if batch and (len(batch) == most or sum(one.size for one in batch) + entry.size > _BATCH_BYTES):
+            yield batch
+            batch = []
+        batch.append(entry)
+    if batch:
+        yield batch
+
+
+def _frames(recorded: RecordedRun, batch: Sequence[GroupRow]) -> list[tuple[GroupRow, bytes]]:
+    """Return the frames of groups. Those that are gone are left out."""
+    found = []
+    for entry in batch:
+        with suppress(Gone):
+            found.append((entry, recorded.frame(entry.op)))
+    return found

@@ -10,7 +10,6 @@ thread, and `open` waits for it (`await_closing`).
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import weakref
@@ -23,24 +22,30 @@ import msgspec
 
 from penstock.arrays import Own, Sample, check_count, own_of
 from penstock.client.async_puts import AsyncPuts
-from penstock.client.direct import Direct, DirectPut
-from penstock.client.encoded_group import EncodedGroup, samples_of
+from penstock.client.conversations import Conversation, arun, run
+from penstock.client.deliveries import Deliveries, ManyPuts
+from penstock.client.direct import Direct
+from penstock.client.encoded_group import EncodedGroup, samples_of, tenant_of
 from penstock.client.group_builder import AsyncGroupBuilder, GroupBuilder, builder_fields
+from penstock.client.group_states import GroupState, checked_ids
 from penstock.client.handles import Handle, nowhere
-from penstock.client.producer_connection import ProducerConnection, Question, error_of
+from penstock.client.producer_connection import ProducerConnection, error_of
 from penstock.client.put_counts import PutCounts
 from penstock.convert import Advantage, Filter, Group, grpo
-from penstock.errors import Away, Closed, DiskFull, InvalidInput, StorageError
+from penstock.errors import Closed, InvalidInput
 from penstock.frames import Buffer
 from penstock.notebook import html_table
 from penstock.protocol import (
+    MAX_ASKED,
     Accepted,
     Answer,
     Ask,
+    AskGroups,
     Attach,
     Attached,
     Discard,
     FromClient,
+    GroupStates,
     OpenSegment,
     ProducerSession,
     Rejected,
@@ -92,6 +97,7 @@ class Plane:
         self._async = AsyncPuts()
         self._connection = ProducerConnection(connect(), ProducerSession(run=run, where=url, timeouts=self.timeouts))
         self._direct = Direct(_weakly(self._attached), _weakly(self._open_segment), _weakly(self._sign_urls))
+        self._deliveries = Deliveries(self._connection, self._direct, self.counts)
         self._collected: weakref.finalize[..., object] | None = None
         if server is not None:
             # The callback must not refer to `self`, or the plane would never be collected.
@@ -162,8 +168,26 @@ class Plane:
         While the plane has no room, waits up to `timeout` seconds (None: without limit, 0: not at all), then raises
         `Overloaded`.
         """
-        encoded = EncodedGroup.of(group, evaluation=evaluation, priority=priority, columns=lambda: self.columns)
-        return not self.deliver(encoded, timeout).duplicate
+        return not self.deliver(self._encode(group, evaluation, priority), timeout).duplicate
+
+    def put_many(
+        self,
+        groups: Iterable[Group | Sequence[Sample] | EncodedGroup],
+        *,
+        evaluation: bool = False,
+        priority: float = 1.0,
+        timeout: float | None = None,
+    ) -> list[bool]:
+        """Put many groups: one round trip, one sync and one transaction where one group at a time would take many.
+
+        Returns for each group, in order, what `put` would return. If some groups fail, the others are put all the
+        same, and `PutManyError` says what became of each. Groups are accepted in this order.
+
+        Up to 64 groups are encoded and sent at once. While the plane has no room, those that fit are put and the
+        others wait their turn, for up to `timeout` seconds in total.
+        """
+        many = self._many(groups, evaluation, priority)
+        return self._run(many.deliver(self._deliveries, self._async, timeout, evaluation=evaluation))
 
     def put_frame(
         self,
@@ -193,11 +217,20 @@ class Plane:
         `put`, do not change large arrays before this returns.
         """
         samples = samples_of(group)
-        async with self._async.place(samples[0].run if samples else "", timeout, evaluation=evaluation) as left:
-            encode = partial(
-                EncodedGroup.of, group, evaluation=evaluation, priority=priority, columns=lambda: self.columns
-            )
-            return not (await self.adeliver(await self.acompute(encode), left)).duplicate
+        encode = partial(self._encode, group, evaluation, priority)
+        return await self._aput(samples[0].run if samples else "", encode, timeout, evaluation=evaluation)
+
+    async def aput_many(
+        self,
+        groups: Iterable[Group | Sequence[Sample] | EncodedGroup],
+        *,
+        evaluation: bool = False,
+        priority: float = 1.0,
+        timeout: float | None = None,
+    ) -> list[bool]:
+        """`put_many` for asyncio. Shares the 64 places of `aput`: it takes those that are free, at least one."""
+        many = self._many(groups, evaluation, priority)
+        return await self._arun(many.deliver(self._deliveries, self._async, timeout, evaluation=evaluation))
 
     async def aput_frame(
         self,
@@ -210,8 +243,31 @@ class Plane:
     ) -> bool:
         """`aput` for a group that is already encoded."""
         encoded = EncodedGroup.of_frame(group, frame, evaluation=evaluation, priority=priority)
-        async with self._async.place(encoded.run(), timeout, evaluation=evaluation) as left:
-            return not (await self.adeliver(encoded, left)).duplicate
+        return await self._aput(encoded.run(), lambda: encoded, timeout, evaluation=evaluation)
+
+    async def _aput(
+        self, run: str, encode: Callable[[], EncodedGroup], timeout: float | None, *, evaluation: bool
+    ) -> bool:
+        """Hold one of a tenant's places while a group is encoded and put."""
+        began = time.monotonic()
+        places = await self._async.places(run, timeout, evaluation=evaluation, most=1).suspend()
+        try:
+            left = None if timeout is None else max(timeout - (time.monotonic() - began), 0.0)
+            return not (await self.adeliver(await self.acompute(encode), left)).duplicate
+        finally:
+            places.release()
+
+    def _encode(
+        self, group: Group | Sequence[Sample] | EncodedGroup, evaluation: bool, priority: float
+    ) -> EncodedGroup:
+        if isinstance(group, EncodedGroup):
+            return group
+        return EncodedGroup.of(group, evaluation=evaluation, priority=priority, columns=lambda: self.columns)
+
+    def _many(
+        self, groups: Iterable[Group | Sequence[Sample] | EncodedGroup], evaluation: bool, priority: float
+    ) -> ManyPuts[Group | Sequence[Sample] | EncodedGroup]:
+        return ManyPuts(groups, lambda group: self._encode(group, evaluation, priority), tenant_of)
 
     async def acompute(self, act: Callable[[], T]) -> T:
         """Run a function on one of the two threads that encode groups, and return its result."""
@@ -220,67 +276,36 @@ class Plane:
 
     def deliver(self, group: EncodedGroup, timeout: float | None) -> Accepted:
         """Put an encoded group and return the plane's answer."""
-        self._raise_ended()
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        through_plane = False
-        # Usually one turn. Further ones when storage fails here (the frame is sent to the plane), when storage is away
-        # for the plane too (wait and repeat), or when the segment was sealed meanwhile (write to a new one).
-        while True:
-            put, question = self._begin_put(group, timeout, deadline, through_plane=through_plane)
-            try:
-                answer = self._connection.ask(question, deadline - time.monotonic(), None if put is None else put.write)
-            except StorageError as error:
-                self._storage_failed(put, error, deadline)
-                through_plane = True
-                continue
-            through_plane = False
-            if wait := self._direct.wait_for(answer, deadline):
-                time.sleep(wait)
-            elif put is None or not put.should_repeat(answer):
-                return self._taken(group, answer)
+        return self._run(self._deliveries.one(group, timeout))
 
     async def adeliver(self, group: EncodedGroup, timeout: float | None) -> Accepted:
         """`deliver`, without blocking the thread."""
-        self._raise_ended()
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        through_plane = False
-        while True:
-            begin = partial(self._begin_put, group, timeout, deadline, through_plane=through_plane)
-            put, question = await self._async.compute(begin)
-            write = None if put is None else partial(self._async.compute, put.write)
-            try:
-                answer = await self._connection.aask(question, deadline - time.monotonic(), write)
-            except StorageError as error:
-                self._storage_failed(put, error, deadline)
-                through_plane = True
-                continue
-            through_plane = False
-            if wait := self._direct.wait_for(answer, deadline):
-                import asyncio  # 20 ms, and few producers use it
+        return await self._arun(self._deliveries.one(group, timeout))
 
-                await asyncio.sleep(wait)
-            elif put is None or not put.should_repeat(answer):
-                return self._taken(group, answer)
+    # -------------------------------------------------------------- what became of groups
 
-    def _begin_put(
-        self, group: EncodedGroup, timeout: float | None, deadline: float, *, through_plane: bool
-    ) -> tuple[DirectPut | None, Question]:
-        """Choose the path of a group: directly to storage, or as bytes through the plane."""
-        put = None if through_plane else DirectPut.of(self._direct, group, deadline)
-        return put, group.question(self._connection.session, timeout, direct=put is not None)
+    def has(self, groups: Iterable[str]) -> dict[str, GroupState]:
+        """Return what became of groups, by id: what the plane's ledger says, or "unknown".
 
-    def _storage_failed(self, put: DirectPut | None, error: StorageError, deadline: float) -> None:
-        """Switch to sending frames through the plane, because one could not be written from here.
-
-        If the disk is full, the plane may free something. If storage is away from here, it may be reachable for the
-        plane. So groups go through the plane for a second. After any other error they all do.
+        A producer that restarts asks before it generates again. Up to 1,024 groups take one round trip. A group whose
+        put was not answered yet may be unknown now and accepted a moment later: putting it again does no harm.
         """
-        if put is None or (isinstance(error, Away) and time.monotonic() > deadline):
-            raise error
-        if isinstance(error, (DiskFull, Away)):
-            self._direct.pause()
-        else:
-            self._direct.turn_off(error)
+        return self._run(self._ask_states(groups))
+
+    async def ahas(self, groups: Iterable[str]) -> dict[str, GroupState]:
+        """`has` for asyncio."""
+        return await self._arun(self._ask_states(groups))
+
+    def _ask_states(self, groups: Iterable[str]) -> Conversation[dict[str, GroupState]]:
+        names, found = checked_ids(groups), dict[str, GroupState]()
+        for start in range(0, len(names), MAX_ASKED):
+            some = tuple(names[start : start + MAX_ASKED])
+            answer = yield from self._connection.ask(partial(_ask_groups, some))
+            if isinstance(answer, Rejected):
+                raise error_of(answer)
+            assert isinstance(answer, GroupStates)
+            found |= {name: GroupState(*state) for name, state in zip(some, answer.states, strict=True)}
+        return found
 
     def _open_segment(self) -> str:
         answer = self._call(lambda ticket: OpenSegment(ticket=ticket))
@@ -291,8 +316,9 @@ class Plane:
 
     async def _sign_urls(self, method: str, names: tuple[str, ...]) -> tuple[Sequence[str], float]:
         """Signed URLs of objects of this process's segments, and for how many seconds they are valid."""
-        question = self._question(lambda ticket: SignUrls(ticket=ticket, method=method, names=names))
-        answer = await self._connection.aask(question)
+        answer = await self._arun(
+            self._connection.ask(lambda ticket: SignUrls(ticket=ticket, method=method, names=names))
+        )
         if isinstance(answer, Rejected):
             raise _sealed(answer) if answer.kind == "Sealed" else error_of(answer)
         assert isinstance(answer, SignedUrls)
@@ -301,19 +327,6 @@ class Plane:
     def _attached(self) -> Attached:
         answer = self._call(lambda ticket: Attach(ticket=ticket, run=self._connection.session.run))
         assert isinstance(answer, Attached)
-        return answer
-
-    def _taken(self, group: EncodedGroup, answer: Answer) -> Accepted:
-        """Count what became of a group. Raises the plane's error if it was rejected."""
-        if isinstance(answer, Rejected):
-            raise error_of(answer)
-        assert isinstance(answer, Accepted)
-        if answer.stale:
-            self.counts.on_stale(group.name, answer.policy_version)
-        if not answer.duplicate and group.group is not None:
-            self.counts.on_put(group.group)
-        if any(answer.over_length):
-            self.counts.on_over_length(group.name, answer.over_length)
         return answer
 
     @property
@@ -331,9 +344,7 @@ class Plane:
         self._raise_ended()
         message = Discard(ticket=0, reason=reason, samples=check_count(samples, f"discard of {reason!r}"), key=key)
         check_decision(message)
-        answer = await self._connection.aask(
-            self._question(lambda ticket: msgspec.structs.replace(message, ticket=ticket))
-        )
+        answer = await self._arun(self._connection.ask(lambda ticket: msgspec.structs.replace(message, ticket=ticket)))
         if isinstance(answer, Rejected):
             raise error_of(answer)
 
@@ -460,21 +471,26 @@ class Plane:
 
     # -------------------------------------------------------------- questions and answers
 
-    def _question(self, make: Callable[[int], FromClient]) -> Question:
-        return lambda now: self._connection.session.ask(make, now)
-
     def _call(self, make: Callable[[int], FromClient]) -> Answer:
         """Send a small request and wait for the answer, or until the plane has been silent too long."""
-        return self._ask(self._question(make))
+        return self._run(self._connection.ask(make))
 
-    def _ask(self, question: Question, timeout: float = math.inf) -> Answer:
+    def _run(self, steps: Conversation[T]) -> T:
         self._raise_ended()
-        return self._connection.ask(question, timeout)
+        return run(steps)
+
+    async def _arun(self, steps: Conversation[T]) -> T:
+        self._raise_ended()
+        return await arun(steps, self._async.compute)
 
     def _raise_ended(self) -> None:
         if self._server is not None and self._server.failure is not None and self._connection.is_mine:
             raise Closed(f"the plane in this process ended: {self._server.failure}") from self._server.failure
         self._connection.check_open()
+
+
+def _ask_groups(groups: tuple[str, ...], ticket: int) -> AskGroups:
+    return AskGroups(ticket=ticket, groups=groups)
 
 
 def _sealed(answer: Rejected) -> Exception:

@@ -1,4 +1,4 @@
-"""A producer's connection to a plane: sends requests and returns each answer to the thread or coroutine that asked.
+"""A producer's connection to a plane: sends requests and returns each answer to the thread or task that asked.
 
 There is one background thread per connection, however many callers. A request that is abandoned, because its thread was
 interrupted or its task cancelled, is forgotten here and withdrawn at the plane if it waits for room there.
@@ -9,24 +9,50 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from penstock import errors
 from penstock.client.client_loop import ClientLoop
+from penstock.client.conversations import Call, Conversation, Inbox
 from penstock.errors import Closed, Overloaded, PenstockError, PlaneLost
-from penstock.protocol import Answer, Answered, Event, Frames, FromPlane, Out, ProducerSession, Rejected, Room
+from penstock.protocol import (
+    Answer,
+    Answered,
+    Event,
+    Frames,
+    FromClient,
+    FromPlane,
+    Out,
+    ProducerSession,
+    PutRequest,
+    Rejected,
+    Room,
+    bundled,
+)
 from penstock.transport import ClientTransport
 
-Question: TypeAlias = Callable[[float], tuple[int, list[Event]]]
-"""Starts a request at the given time. Returns its ticket and the events to handle."""
+Question: TypeAlias = Callable[[float], tuple[list[int], list[Event]]]
+"""Starts requests at the given time. Returns their tickets and the events to handle."""
 Written: TypeAlias = tuple[str, bytes, bytes]
 """Location of a frame in storage, its metadata, and what is shown of an evaluation group."""
-Write: TypeAlias = Callable[[], Written]
-AsyncWrite: TypeAlias = Callable[[], Awaitable[Written]]
+Write: TypeAlias = Callable[[Sequence[int]], Sequence[Written]]
+"""Writes the frames of the puts at these positions."""
 _LOOK_S = 1.0
 """How often a waiting call checks that the connection's thread is still alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """No answer: the connection ended first. What was asked for may or may not have happened."""
+
+    error: BaseException
+
+
+Result: TypeAlias = Answer | Lost | PenstockError
+"""What became of a request. An error: its frame could not be written, and the plane does not have it."""
 
 
 def error_of(answer: Rejected) -> PenstockError:
@@ -44,7 +70,8 @@ class ProducerConnection:
 
     def __init__(self, transport: ClientTransport, session: ProducerSession) -> None:
         self.session = session
-        self._futures: dict[int, Future[Answer]] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        """Where the answer of each open request goes."""
         self._lock = threading.Lock()
         self._closed: BaseException | None = None
         timeouts = session.timeouts
@@ -66,70 +93,66 @@ class ProducerConnection:
         """Whether this process, and not its parent before a fork, opened it."""
         return self._loop.is_mine
 
-    def ask(self, question: Question, timeout: float = math.inf, write: Write | None = None) -> Answer:
-        """Send a request and return the answer.
+    def ask(self, make: Callable[[int], FromClient]) -> Conversation[Answer]:
+        """Send a small request and return the answer, which is awaited while the plane is alive."""
 
-        `timeout` limits only the wait for room. The answer itself is awaited while the plane is alive. `write` is
-        called when there is room for a frame that goes to storage.
+        def question(now: float) -> tuple[list[int], list[Event]]:
+            ticket, events = self.session.ask(make, now)
+            return [ticket], events
+
+        (found,) = yield from self._converse(question, math.inf, None)
+        if isinstance(found, Lost):
+            raise found.error
+        assert not isinstance(found, PenstockError)
+        return found
+
+    def put(self, puts: Sequence[PutRequest], deadline: float, write: Write) -> Conversation[list[Result]]:
+        """Put groups, in order. Returns what became of each.
+
+        `deadline` limits only the wait for room. `write` is called with the positions of puts whose frames go to
+        storage, when there is room for them.
         """
-        ticket, future = self._open(question)
-        deadline = time.monotonic() + timeout
+        return (yield from self._converse(lambda now: self.session.put(puts, now), deadline, write))
+
+    def _converse(self, question: Question, deadline: float, write: Write | None) -> Conversation[list[Result]]:
+        inbox = Inbox()
+        tickets = self._open(question, inbox)
+        places = {ticket: place for place, ticket in enumerate(tickets)}
+        found: dict[int, Result] = {}
         try:
-            while True:
-                left = deadline - time.monotonic()
-                try:
-                    answer = future.result(min(max(left, 0.0), _LOOK_S))
-                except TimeoutError:
-                    if (
-                        future.done()
-                    ):  # just now; or it holds a TimeoutError of its own, such as a transport's ETIMEDOUT
-                        if (error := future.exception()) is not None:
-                            raise error from None
-                        continue
-                else:
-                    if not isinstance(answer, Room) or write is None:
-                        return answer
-                    future = self._go_on(ticket, write())
-                    continue
-                refused, deadline = self._look(ticket, deadline)
-                if refused is not None:
-                    return refused
+            while len(found) < len(tickets):
+                arrived = yield inbox.wait(min(deadline - time.monotonic(), _LOOK_S))
+                found |= {ticket: answer for ticket, answer in arrived if not isinstance(answer, Room)}
+                granted = [ticket for ticket, answer in arrived if isinstance(answer, Room)]
+                if granted and write is not None:
+                    try:
+                        written = yield Call(partial(write, [places[ticket] for ticket in granted]))
+                    except PenstockError as error:
+                        self._forget(granted)
+                        found |= dict.fromkeys(granted, error)
+                    else:
+                        self._go_on(zip(granted, written, strict=True), inbox)
+                elif not arrived:
+                    refused, deadline = self._look([ticket for ticket in tickets if ticket not in found], deadline)
+                    found |= refused
+        except Exception as error:  # noqa: BLE001 - the connection ended: what has no answer by now gets none
+            found = dict.fromkeys(tickets, Lost(error)) | found
         finally:
-            self._forget(ticket)
+            self._forget([ticket for ticket in tickets if isinstance(found.get(ticket), Lost | None)])
+        return [found[ticket] for ticket in tickets]
 
-    async def aask(self, question: Question, timeout: float = math.inf, write: AsyncWrite | None = None) -> Answer:
-        """`ask`, without blocking the thread."""
-        import asyncio  # 20 ms, and few producers use it
-
-        ticket, future = self._open(question)
-        deadline, answer = time.monotonic() + timeout, asyncio.wrap_future(future)
-        try:
-            while True:
-                left = deadline - time.monotonic()
-                await asyncio.wait([answer], timeout=min(max(left, 0.0), _LOOK_S))
-                if answer.done():
-                    found = answer.result()
-                    if not isinstance(found, Room) or write is None:
-                        return found
-                    answer = asyncio.wrap_future(self._go_on(ticket, await write()))
-                    continue
-                refused, deadline = self._look(ticket, deadline)
-                if refused is not None:
-                    return refused
-        finally:
-            self._forget(ticket)
-            answer.cancel()  # no other caller has this future
-
-    def _go_on(self, ticket: int, written: Written) -> Future[Answer]:
-        """Send the put of a frame that is in storage now."""
+    def _go_on(self, written: Iterable[tuple[int, Written]], inbox: Inbox) -> None:
+        """Send the puts of frames that are in storage now."""
         with self._lock:
             self.check_open()
-            events = self.session.written(ticket, *written, time.monotonic())
-            if events is None:
-                raise PlaneLost(f"{self.session.where}: lost while a frame was written to storage; put it again")
-            future = self._futures[ticket] = Future()
+            events: list[Event] = []
+            for ticket, (location, metadata, shown) in written:
+                more = self.session.written(ticket, location, metadata, shown, time.monotonic())
+                if more is None:
+                    raise PlaneLost(f"{self.session.where}: lost while a frame was written to storage; put it again")
+                self._inboxes[ticket] = inbox
+                events += more
             self._handle(events)
-        return future
 
     @property
     def is_closed(self) -> bool:
@@ -141,35 +164,41 @@ class ProducerConnection:
         if self._closed is not None:
             raise Closed(str(self._closed))
 
-    def _open(self, question: Question) -> tuple[int, Future[Answer]]:
+    def _open(self, question: Question, inbox: Inbox) -> list[int]:
         with self._lock:
             self.check_open()
-            ticket, events = question(time.monotonic())
-            future = self._futures[ticket] = Future()
+            tickets, events = question(time.monotonic())
+            self._inboxes |= dict.fromkeys(tickets, inbox)
             self._handle(events)
-        return ticket, future
+        return tickets
 
-    def _look(self, ticket: int, deadline: float) -> tuple[Rejected | None, float]:
-        """Check a waiting request. Returns the rejection if it still waits for room at the deadline, and how long to
-        wait on otherwise."""
+    def _look(self, tickets: Sequence[int], deadline: float) -> tuple[dict[int, Rejected], float]:
+        """Check waiting requests. Returns the rejections of those that wait for room at the deadline, and how long to
+        wait on for the others."""
         self.check_process()
         if not self._loop.is_alive:
             raise Closed(f"{self.session.where}: the connection's thread has ended")
         if deadline > time.monotonic():
-            return None, deadline
-        return self._stop_waiting(ticket), math.inf
-
-    def _stop_waiting(self, ticket: int) -> Rejected | None:
+            return {}, deadline
+        refused: dict[int, Rejected] = {}
         with self._lock:
-            refused, events = self.session.stop_waiting(ticket)
+            events: list[Event] = []
+            for ticket in tickets:
+                why, more = self.session.stop_waiting(ticket)
+                events += more
+                if why is not None:
+                    refused[ticket] = why
             self._handle(events)
-        return refused
+        return refused, math.inf
 
-    def _forget(self, ticket: int) -> None:
-        """Forget a request. Withdraws it at the plane if it has no answer yet."""
+    def _forget(self, tickets: Sequence[int]) -> None:
+        """Forget requests. Withdraws those at the plane that have no answer yet."""
+        if not tickets:
+            return
         with self._lock:
-            self._futures.pop(ticket, None)
-            self._handle(self.session.abandon(ticket))
+            for ticket in tickets:
+                self._inboxes.pop(ticket, None)
+            self._handle([event for ticket in tickets for event in self.session.abandon(ticket)])
 
     def close(self) -> None:
         """Close the connection. Waiting calls raise `Closed`."""
@@ -194,17 +223,20 @@ class ProducerConnection:
             self._give_up(error)
 
     def _handle(self, events: list[Event]) -> None:
+        answers: dict[Inbox, list[tuple[int, Answer]]] = {}
+        for out in bundled([event for event in events if isinstance(event, Out)]):
+            self._loop.send(out.message, out.frames, self.session.run_id)
         for event in events:
-            if isinstance(event, Out):
-                self._loop.send(event.message, event.frames, self.session.run_id)
-            elif isinstance(event, Answered):
-                future = self._futures.pop(event.ticket, None)
-                if future is not None:
-                    future.set_result(event.answer)
-            else:
+            if isinstance(event, Answered):
+                inbox = self._inboxes.pop(event.ticket, None)
+                if inbox is not None:
+                    answers.setdefault(inbox, []).append((event.ticket, event.answer))
+            elif not isinstance(event, Out):
                 self._give_up(self._loop.explained(event.error))
+        for inbox, found in answers.items():
+            inbox.put(found)
 
     def _give_up(self, error: BaseException) -> None:
-        lost, self._futures = self._futures, {}
-        for future in lost.values():
-            future.set_exception(error)
+        lost, self._inboxes = self._inboxes, {}
+        for inbox in dict.fromkeys(lost.values()):
+            inbox.put(error=error)

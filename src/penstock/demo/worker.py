@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,8 @@ from penstock.client import open as open_plane
 from penstock.convert import Group, make_group
 from penstock.demo.sampler import Rollout, sample
 from penstock.demo.tasks import Prompt, Task, make_task
-from penstock.errors import PlaneLost
+from penstock.errors import PlaneLost, PutManyError
 from penstock.train import TrainConfig, Weights, build_model
-
-_PUTTING = 8
-"""Concurrent puts: the plane makes all of them durable with one disk sync."""
 
 
 def work(config: TrainConfig, url: str, index: int) -> None:
@@ -38,12 +35,12 @@ def work(config: TrainConfig, url: str, index: int) -> None:
     rng = random.Random(f"{config.seed}/{name}")
     generator = torch.Generator().manual_seed(rng.getrandbits(48))
     policy = _Policy(config, Weights(folder / "weights"))
-    with open_plane(url, timeouts=config.timeouts) as plane, ThreadPoolExecutor(_PUTTING) as pool:
+    with open_plane(url, timeouts=config.timeouts) as plane:
         number = 0
         while True:
             version = policy.refresh()
             groups = _generate(policy.model, task, config, version, rng, generator, f"{name}-{number}")
-            list(pool.map(lambda group: _put(plane, group), groups))
+            _put(plane, groups)
             number += 1
 
 
@@ -135,8 +132,10 @@ def answer_turn(rollout: Rollout) -> Turn:
     return Turn(rollout.token_ids, logprobs=rollout.logprobs, sampling_mask=rollout.kept, role="assistant")
 
 
-def _put(plane: Plane, group: Group) -> None:
+def _put(plane: Plane, groups: Sequence[Group]) -> None:
     try:
-        plane.put(group)
-    except PlaneLost:
-        raise SystemExit("the plane is gone") from None
+        plane.put_many(groups)
+    except PutManyError as error:
+        if any(isinstance(one, PlaneLost) for one in error.failed.values()):
+            raise SystemExit("the plane is gone") from None
+        raise

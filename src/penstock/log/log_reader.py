@@ -78,6 +78,11 @@ class LogReader(ABC):
         row = self.first("SELECT state FROM groups WHERE id = ?", (group,))
         return row is not None and row[0] == State.EVALUATION
 
+    def states_of(self, groups: Sequence[str]) -> dict[str, tuple[int, State, str]]:
+        """Return op, recorded state and reason of groups, by id. Unknown ones are left out."""
+        found = self._keyed("SELECT id, op, state, reason FROM groups WHERE id", groups)
+        return {group: (op, State(state), reason) for group, op, state, reason in found}
+
     def is_discarded(self, name: str) -> bool:
         return self.first("SELECT 1 FROM discards WHERE name = ?", (name,)) is not None
 
@@ -167,7 +172,7 @@ class LogReader(ABC):
         """Return the rows whose key is greater than `after`, ordered by key. The key is the query's first column."""
         return self.rows(f"{query} WHERE {key} > ? ORDER BY {key}", (after,))
 
-    def _keyed(self, query: str, ops: Sequence[int]) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of these decisions, in this order. The query ends with the name of its key."""
-        for op in ops:
-            yield from self.rows(f"{query} = ?", (op,))
+    def _keyed(self, query: str, keys: Sequence[int] | Sequence[str]) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows with these keys, in this order. The query begins and ends with the name of its key."""
+        for key in keys:
+            yield from self.rows(f"{query} = ?", (key,))

@@ -352,11 +352,12 @@ class PostgresLog(Log):
             yield from page
             after = page[-1][0]
 
-    def _keyed(self, query: str, ops: Sequence[int]) -> Iterator[tuple[Any, ...]]:
-        for first in range(0, len(ops), _KEYS):
-            some = list(ops[first : first + _KEYS])
-            found = {row[0]: row for row in self.rows(f"{query} = ANY(?::bigint[])", (some,))}
-            yield from (found[op] for op in some if op in found)
+    def _keyed(self, query: str, keys: Sequence[int] | Sequence[str]) -> Iterator[tuple[Any, ...]]:
+        kind = "bigint" if keys and isinstance(keys[0], int) else "text"
+        for first in range(0, len(keys), _KEYS):
+            some = list(keys[first : first + _KEYS])
+            found = {row[0]: row for row in self.rows(f"{query} = ANY(?::{kind}[])", (some,))}
+            yield from (found[key] for key in some if key in found)
 
     # -------------------------------------------------------------- groups looked up ahead
 

@@ -118,6 +118,22 @@ class Acceptance:
         known = log.digest_of(group) if 0 < len(group) <= MAX_ID else None
         return None if known is None else known == digest and not log.is_evaluation(group)
 
+    def states_of(self, groups: Sequence[str]) -> list[tuple[str, str]]:
+        """Return state and reason of groups, in the ledger's words. ("unknown", "") for one that was not accepted."""
+        log, state = self._recorder.log, self._recorder.state
+        self.look_up(groups)
+        recorded = log.states_of([group for group in groups if 0 < len(group) <= MAX_ID])
+        found = []
+        for group in groups:
+            if group in recorded:
+                at, reason = state.state_of(*recorded[group])
+                found.append((at.name.lower(), reason))
+            elif 0 < len(group) <= MAX_ID and log.is_discarded(_dropped_key(group)):
+                found.append((State.DROPPED.name.lower(), "over_length"))
+            else:
+                found.append(("unknown", ""))
+        return found
+
     def no_room(self, table: str, size: int, reserved: Amount) -> str | None:
         """Return why a group must wait, "" if there is room, or None if it can never be accepted."""
         tables = self._recorder.tenant_tables

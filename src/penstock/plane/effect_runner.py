@@ -24,6 +24,7 @@ from penstock.protocol import (
     AskRoom,
     Beat,
     Buffer,
+    Bundle,
     Coordinator,
     Detach,
     Discard,
@@ -179,7 +180,7 @@ def sign_of_life(coordinator: Coordinator, peer: Peer, header: Buffer, now: floa
         return None
     if isinstance(message, Beat):
         return coordinator.on_beat(peer, message, now)
-    return coordinator.pulse(now) if isinstance(message, (Put, Trace, AskRoom)) else None
+    return coordinator.pulse(now) if isinstance(message, (Put, Trace, AskRoom, Bundle)) else None
 
 
 def admission_of(

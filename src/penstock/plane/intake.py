@@ -195,6 +195,16 @@ class Intake:
             group.raw_metadata = b""
         return True
 
+    def look_at_all(self, groups: Sequence[Incoming]) -> None:
+        """Check groups that clients wrote to storage. Of frames in one segment, the first that is good is read."""
+        verified: set[str] = set()
+        for group in groups:
+            segment = parse_location(group.location).segment
+            group.read_back = group.read_back and segment not in verified
+            self.look_at(group)
+            if group.error is None:
+                verified.add(segment)
+
     def _checked(self, group: Incoming, metadata: GroupMetadata) -> None:
         """Fill in the metadata of a group that passed, and what follows from it."""
         group.metadata = metadata

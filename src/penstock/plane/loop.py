@@ -17,7 +17,16 @@ import msgspec
 import xxhash
 import zmq
 
-from penstock.errors import CorruptFrame, DiskFull, Fenced, LogAway, Overloaded, PenstockError, PlaneLost
+from penstock.errors import (
+    CorruptFrame,
+    DiskFull,
+    Fenced,
+    InvalidInput,
+    LogAway,
+    Overloaded,
+    PenstockError,
+    PlaneLost,
+)
 from penstock.log import Log
 from penstock.plane.acceptance import Outcome
 from penstock.plane.damage import Damage, Look, look_at_frame
@@ -32,24 +41,31 @@ from penstock.plane.telemetry import Marks, RunLogger, status_of
 from penstock.plane.url_signing import UrlSigning
 from penstock.plane.workers import Threads, Workers
 from penstock.protocol import (
+    MAX_ASKED,
     MAX_NAME,
+    Accepted,
     Ask,
+    AskGroups,
     AskRoom,
     Attach,
     Buffer,
     Decide,
     Discard,
     Frames,
-    FromClient,
     FromPlane,
     GiveUp,
+    GroupStates,
+    Missing,
     Offer,
+    One,
     OpenSegment,
     Packer,
     Peer,
     Phase,
     Pulse,
     Put,
+    Rejected,
+    Room,
     Send,
     SettleGroup,
     SetWeight,
@@ -58,8 +74,10 @@ from penstock.protocol import (
     Staged,
     Status,
     Trace,
+    answered,
     read_from_client,
     run_of,
+    unbundled,
 )
 from penstock.protocol.admission import Effect as AdmissionEffect
 from penstock.storage import Storage
@@ -113,6 +131,8 @@ class PlaneLoop:
         self._stopping = threading.Event()
         self._early: list[tuple[Peer, Buffer, Frames]] = []
         """Messages that arrived while the log did not answer. The next turn handles them."""
+        self._answers: dict[Peer, list[FromPlane]] = {}
+        """Answers to puts that are not sent yet."""
         log.while_waiting = self._stay_alive
         self._marks = Marks()
         self.damage = Damage(self.engine, self.coordinator, self._pipeline, self._workers, look)
@@ -206,6 +226,7 @@ class PlaneLoop:
             self._answer(outcome)
         self._unstage()
         self._admit(self.admission.answer_traces(self._is_kept))
+        self._send_answers()
         self._check_owner(outcomes, now)
         self._marks.mark("accepted groups")
         if now >= self._retry_at:
@@ -214,11 +235,12 @@ class PlaneLoop:
         self._effects.carry_out(self.damage.turn())
         self._effects.carry_out(self.coordinator.on_tick(now))
         self._admit(self.admission.offer_room(now))
+        self._send_answers()
         self.run_logger.look()
         self._on_turn()
         self._marks.mark("sessions and answers")
 
-    def _receive(self) -> list[tuple[Peer, FromClient, Buffer, Frames]]:
+    def _receive(self) -> list[tuple[Peer, One, Buffer, Frames]]:
         """Receive and decode all messages, and query the log once for all groups they name."""
         arrived, self._early = self._early, []
         for transport in self._transports:
@@ -226,7 +248,8 @@ class PlaneLoop:
         found = []
         for peer, header, frames in arrived:
             try:
-                found.append((peer, read_from_client(header), header, frames))
+                parts = unbundled(read_from_client(header), frames)
+                found += [(peer, message, header, payload) for message, payload in parts]
             except CorruptFrame as error:  # same as a lost message: the sender asks again
                 self.run_logger.count("messages_corrupt", f"dropped a message: {error}")
         named = [message.group for _, message, _, _ in found if isinstance(message, (Put, AskRoom))]
@@ -260,7 +283,7 @@ class PlaneLoop:
         self.coordinator.policy_version = self.admission.policy_version = self.engine.policy_version
         self.coordinator.remark = self.run_logger.stale_remark(self.engine)
 
-    def _on_message(self, peer: Peer, message: FromClient, header: Buffer, frames: Frames, now: float) -> None:
+    def _on_message(self, peer: Peer, message: One, header: Buffer, frames: Frames, now: float) -> None:
         try:
             self._act_on(peer, message, run_of(header), frames, now)
         except Exception as error:
@@ -270,7 +293,7 @@ class PlaneLoop:
             logger.debug("%s", text, exc_info=True)
             self.run_logger.count("messages_failed", text)
 
-    def _act_on(self, peer: Peer, message: FromClient, run_id: bytes, frames: Frames, now: float) -> None:
+    def _act_on(self, peer: Peer, message: One, run_id: bytes, frames: Frames, now: float) -> None:
         if isinstance(message, Attach):
             self._effects.do(self.admission.on_attach(peer, message))
         elif run_id != self._run_id:
@@ -278,6 +301,8 @@ class PlaneLoop:
                 "messages_foreign", f"rejected a message for run {run_id.hex()[:12]}, an earlier one at this address"
             )
             self._effects.do(self.admission.on_foreign(peer, run_id))
+        elif isinstance(message, AskGroups):
+            self._effects.do(self._states(peer, message))
         elif isinstance(message, Ask):
             self._send(peer, Status(ticket=message.ticket, text=msgspec.json.encode(self.status())))
         elif isinstance(message, (Put, OpenSegment, SignUrls, Trace, AskRoom, GiveUp, Discard, SettleGroup, SetWeight)):
@@ -295,6 +320,13 @@ class PlaneLoop:
                 self._signing.sign(effect, _writer_of(effect.ticket[0]))
             else:
                 self._effects.do(effect)
+
+    def _states(self, peer: Peer, message: AskGroups) -> Send:
+        if len(message.groups) > MAX_ASKED:
+            error = InvalidInput(f"{len(message.groups):,} groups; ask for at most {MAX_ASKED:,} with one message")
+            return self.admission.answer((peer, message.ticket), error)
+        states = self.engine.acceptance.states_of(message.groups)
+        return Send(peer, GroupStates(ticket=message.ticket, states=tuple(states)))
 
     def _decide(self, effect: Decide) -> Send:
         if not isinstance(effect.message, OpenSegment):
@@ -360,6 +392,20 @@ class PlaneLoop:
             self._log.check_epoch()
 
     def _send(self, peer: Peer, message: FromPlane, frames: Frames = ()) -> None:
+        """Send a message. Answers to puts are sent together, by `_send_answers`."""
+        if isinstance(message, Accepted | Rejected | Room | Missing):
+            self._answers.setdefault(peer, []).append(message)
+        else:
+            self._send_now(peer, message, frames)
+
+    def _send_answers(self) -> None:
+        """Send the answers to puts, those to one client as one message."""
+        answers, self._answers = self._answers, {}
+        for peer, messages in answers.items():
+            for message in answered(messages):
+                self._send_now(peer, message)
+
+    def _send_now(self, peer: Peer, message: FromPlane, frames: Frames = ()) -> None:
         assert isinstance(peer, tuple)  # as made in `turn`
         transport, address = peer
         if not transport.send(address, self._pack(message), frames):

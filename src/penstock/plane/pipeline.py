@@ -86,6 +86,10 @@ class Pipeline:
         self._acceptance, self._segments, self._recorder = engine.acceptance, engine.segments, engine.recorder
         self._incoming: deque[Incoming] = deque()
         """Offered groups whose frames wait to be checked."""
+        self._has_new = False
+        """Whether groups were offered that no job was submitted for."""
+        self._to_read: list[Incoming] = []
+        """Groups whose stored frames must be read before they count."""
         self._outcomes: list[Outcome] = []
         self.making = Making.IDLE
         self._to_record: tuple[Drawn, PlannedStep] | None = None
@@ -134,7 +138,7 @@ class Pipeline:
             return found
         if found:
             self._incoming.append(incoming)
-            self._workers.submit("intake", self._take_in, self._taken_in)
+            self._has_new = True
         return None
 
     def put_stored(self, ticket: object, put: Put, writer: str, *, claim: Claim = lambda _: NOTHING) -> Outcome | None:
@@ -170,8 +174,24 @@ class Pipeline:
             if not group.read_back and self._intake.look_at(group, may_read=False):
                 self._looked_at(group)
             else:
-                self._workers.submit("intake", lambda: self._intake.look_at(group), partial(self._looked_at, group))
+                self._to_read.append(group)
         return None
+
+    def begin(self) -> None:
+        """Hand the groups that arrived in this turn to the intake thread, together: a batch is written with one sync
+        and accepted in one transaction."""
+        if self._has_new:
+            self._has_new = False
+            self._workers.submit("intake", self._take_in, self._taken_in)
+        if self._to_read:
+            groups, self._to_read = self._to_read, []
+            self._workers.submit("intake", partial(self._intake.look_at_all, groups), partial(self._all_read, groups))
+
+    def _all_read(self, groups: Sequence[Incoming], result: object) -> None:
+        if isinstance(result, Exception):
+            raise result
+        for group in groups:
+            self._looked_at(group)
 
     def _free_repeat(self, put: Put, writer: str) -> None:
         """Free the second copy of a group that was written and put again. The accepted copy stays."""
@@ -187,10 +207,8 @@ class Pipeline:
         tables = self._recorder.tenant_tables
         return bool(tables.members or tables.evicted)
 
-    def _looked_at(self, group: Incoming, result: object = None) -> None:
+    def _looked_at(self, group: Incoming) -> None:
         """Handle a group that a client wrote to storage, once it is checked."""
-        if isinstance(result, Exception):
-            raise result
         if group.error is None and not group.is_dropped:
             self._segments.verified(group.location)
             self._recorder.counts["groups_direct"] += 1
@@ -233,6 +251,7 @@ class Pipeline:
     def _taken_in(self, groups: list[Incoming] | Exception) -> None:
         if isinstance(groups, Exception):
             raise groups
+        self._has_new |= bool(self._incoming)  # what was too much for one write
         for group in groups:
             if group.error is None and not group.is_dropped:
                 self._segments.expect_own(group.location)
@@ -246,7 +265,9 @@ class Pipeline:
         """Handle results of workers and accept groups that were checked and stored. Outcomes without error are
         durable."""
         finished = self._segments.take_finished()  # before `finish`, which reports every frame written to them
+        self.begin()
         self._workers.finish()
+        self.begin()
         with suppress(DiskFull):  # record a planned step even if no rank waits for it any longer
             self._record()
         outcomes = self.refused() + self._acceptance.flush()

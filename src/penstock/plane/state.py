@@ -336,6 +336,12 @@ class PlaneState:
         if self.freeing.ops or self._to_slim:
             log.set_meta("oldest_step", self.oldest_step)
 
+    def state_of(self, op: int, recorded: State, reason: str) -> tuple[State, str]:
+        """Return the state of a group and why, given what the log has. The log may be behind by one transaction."""
+        if op in self._drawn:  # the step may still be undone
+            return State.HELD, ""
+        return self._unwritten.get(op, (recorded, reason))
+
     def written(self) -> None:
         """Note that the transaction was committed."""
         held_back = set(self._drawn)

@@ -18,7 +18,7 @@ import xxhash
 from penstock.errors import CorruptFrame
 from penstock.protocol.messages import Buffer, FromClient, FromPlane
 
-PROTOCOL = 2
+PROTOCOL = 3
 """The first byte after the checksum."""
 NO_RUN = bytes(16)
 """The run id of a client that does not know the run yet."""

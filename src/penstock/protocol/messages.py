@@ -33,6 +33,8 @@ OVER_LENGTH = ("truncated_samples", "truncated_tokens", "dropped_samples", "drop
 """What `Accepted.over_length` counts, in this order."""
 MAX_SIGNED = 64
 """URLs asked for with one message, at most."""
+MAX_ASKED = 1024
+"""Groups asked about with one message, at most."""
 BEHIND: Frames = (b"",)
 """An empty payload. It sends a message over the payload connection, so that it cannot overtake earlier payloads."""
 
@@ -392,6 +394,30 @@ class GiveUp(_Message, frozen=True, tag="give-up"):
     ticket: int
 
 
+class Bundle(_Message, frozen=True, tag="bundle"):
+    """Several messages about puts, in order. Their payloads follow one another (`bundles.py`)."""
+
+    messages: tuple[Put | Trace | AskRoom | GiveUp, ...]
+    payloads: tuple[int, ...]
+    """How many payload buffers belong to each message."""
+
+
+class AskGroups(_Message, frozen=True, tag="ask-groups"):
+    """Asks what became of groups."""
+
+    ticket: int
+    groups: tuple[str, ...]
+    """Their ids, at most `MAX_ASKED`."""
+
+
+class GroupStates(_Message, frozen=True, tag="group-states"):
+    """Answers `AskGroups`."""
+
+    ticket: int
+    states: tuple[tuple[str, str], ...]
+    """State and reason of each group, in the order of the question."""
+
+
 class Discard(_Message, frozen=True, tag="discard"):
     """Counts samples that were generated and filtered out before they became a group."""
 
@@ -461,6 +487,12 @@ class Rejected(_Message, frozen=True, tag="rejected"):
     retry_after_s: float = 0.0
 
 
+class Answers(_Message, frozen=True, tag="answers"):
+    """Several answers to one producer."""
+
+    answers: tuple[Accepted | Missing | Room | Rejected, ...]
+
+
 class Ask(_Message, frozen=True, tag="ask"):
     """Asks for the plane's status."""
 
@@ -477,9 +509,10 @@ class Status(_Message, frozen=True, tag="status"):
 
 FromRank: TypeAlias = Hello | Request | Received | Commit | Report | Fail | Damaged | Beat | Bye
 FromProducer: TypeAlias = (
-    Put | OpenSegment | SignUrls | Trace | AskRoom | GiveUp | Discard | SettleGroup | SetWeight | Ask
+    Put | OpenSegment | SignUrls | Trace | AskRoom | GiveUp | Discard | SettleGroup | SetWeight | Ask | AskGroups
 )
-FromClient: TypeAlias = FromRank | FromProducer | Attach
+One: TypeAlias = FromRank | FromProducer | Attach
+FromClient: TypeAlias = One | Bundle
 FromPlane: TypeAlias = (
     Welcome
     | Deliver
@@ -499,7 +532,9 @@ FromPlane: TypeAlias = (
     | Missing
     | Room
     | Rejected
+    | Answers
     | Status
+    | GroupStates
 )
 
 

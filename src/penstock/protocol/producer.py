@@ -21,6 +21,9 @@ may be unanswered without asking. A put beyond that asks first, and waits for `R
     put g (1.5 MB)  -> accepted g, credit
     put h           ->                             on credit, without asking
 
+**Puts of one batch stay in order.** All of them go on credit, or all of them ask: one that was sent on credit could
+otherwise find no room and be overtaken by a later one that had asked.
+
 Credit reserves nothing. A put that was sent on credit and rejected as `Overloaded` has a place in the queue and waits
 like one that asked. A message about a put that this session does not know, because it was cancelled, is answered with
 `GiveUp`, so that the plane keeps no place for it.
@@ -29,7 +32,7 @@ like one that asked. A message about a put that this session does not know, beca
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -40,6 +43,7 @@ from penstock.protocol.message_header import NO_RUN
 from penstock.protocol.messages import (
     BEHIND,
     Accepted,
+    Answers,
     AskRoom,
     Attach,
     Attached,
@@ -48,6 +52,7 @@ from penstock.protocol.messages import (
     FromClient,
     FromPlane,
     GiveUp,
+    GroupStates,
     Missing,
     Pulse,
     Put,
@@ -63,7 +68,7 @@ from penstock.protocol.retry import Contact, Failed, Out, Pending
 from penstock.protocol.rooms import NOTHING, Amount
 from penstock.protocol.timeouts import Timeouts
 
-Answer: TypeAlias = Accepted | Rejected | Status | Attached | SegmentOpened | SignedUrls | Room
+Answer: TypeAlias = Accepted | Rejected | Status | Attached | SegmentOpened | SignedUrls | GroupStates | Room
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +82,31 @@ class Answered:
 Event: TypeAlias = Out | Answered | Failed
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutRequest:
+    """A group to put."""
+
+    group: str
+    digest: bytes
+    frame: Buffer | None = None
+    """None if the caller writes it to storage, when it gets `Room` as the first answer."""
+    size: int = 0
+    """Bytes of the frame, if the caller writes it."""
+    run: Callable[[], str] = str
+    """Returns the tenant of its samples. Called only if room must be asked for, because it parses the frame's head."""
+    waits: bool = True
+    """Whether to hold the group here while the plane has no room, instead of answering `Overloaded`."""
+    evaluation: bool = False
+    """An evaluation group needs no room in any table."""
+    priority: float = 1.0
+
+
 @dataclass(slots=True, eq=False)
 class _Put(Pending):
     """A group that is not acknowledged yet."""
 
     run: Callable[[], str] = str
-    """Returns the tenant of its samples. Called only if room must be asked for, because it parses the frame's head."""
+    """Returns the tenant of its samples."""
     waits: bool = True
     """Whether it may wait for room."""
     refused: Rejected | None = None
@@ -165,39 +189,43 @@ class ProducerSession:
         """Send a small request. Returns the ticket that the answer will carry."""
         ticket = self._next_ticket(now)
         question = self._open[ticket] = Pending(make(ticket), now, self.timeouts.resend_s)
-        return ticket, self._begin(question, now)
+        return ticket, self._begin([question], now)
 
-    def put(
-        self,
-        group: str,
-        frame: Buffer | None,
-        digest: bytes,
-        now: float,
-        *,
-        size: int = 0,
-        run: Callable[[], str] = str,
-        waits: bool = True,
-        evaluation: bool = False,
-        priority: float = 1.0,
-    ) -> tuple[int, list[Event]]:
-        """Put a group. Returns its ticket.
+    def put(self, puts: Sequence[PutRequest], now: float) -> tuple[list[int], list[Event]]:
+        """Put groups, in order. Returns their tickets. Each is answered by itself."""
+        tickets: list[int] = []
+        events: list[Event] = []
+        questions: list[Pending] = []
+        for one in puts:
+            question = self._question_of(one, now)
+            tickets.append(question.put.ticket)
+            too_large = self._too_large(question)
+            if too_large is not None:
+                events.append(too_large)
+            else:
+                questions.append(question)
+        return tickets, events + self._begin(questions, now)
 
-        With `waits`, the group is held here while the plane has no room, instead of answered with `Overloaded`. An
-        `evaluation` group needs no room in any table. Without a frame the answer is `Room` first: then the caller
-        writes the frame, of `size` bytes, to storage and calls `written`.
-        """
+    def _question_of(self, put: PutRequest, now: float) -> _Put:
         ticket = self._next_ticket(now)
-        message = Put(ticket=ticket, group=group, digest=digest, evaluation=evaluation, priority=priority)
-        frames = [] if frame is None else [frame]
-        size = size if frame is None else len(frame)
         question = _Put(
-            message, now, self.timeouts.resend_s, frames, run=run, waits=waits, size=size, is_unwritten=frame is None
+            Put(
+                ticket=ticket,
+                group=put.group,
+                digest=put.digest,
+                evaluation=put.evaluation,
+                priority=put.priority,
+            ),
+            now,
+            self.timeouts.resend_s,
+            [] if put.frame is None else [put.frame],
+            run=put.run,
+            waits=put.waits,
+            size=put.size if put.frame is None else len(put.frame),
+            is_unwritten=put.frame is None,
         )
         self._open[ticket] = question
-        too_large = self._too_large(question)
-        if too_large is not None:
-            return ticket, [too_large]
-        return ticket, self._begin(question, now)
+        return question
 
     def written(self, ticket: int, location: str, metadata: bytes, shown: bytes, now: float) -> list[Event] | None:
         """Send a put whose frame is in storage. Returns None if the plane was lost meanwhile."""
@@ -253,11 +281,11 @@ class ProducerSession:
             self._contact.hear(now)  # an idle client sends nothing, so silence counts only from the first request
         return next(self._tickets)
 
-    def _begin(self, question: Pending, now: float) -> list[Event]:
-        """Send a request now, or as soon as the run id is known."""
+    def _begin(self, questions: Sequence[Pending], now: float) -> list[Event]:
+        """Send requests now, or as soon as the run id is known."""
         if self.run_id != NO_RUN:
-            return self._first(question, now)
-        if self._attach is not None:
+            return self._first(questions, now)
+        if self._attach is not None or not questions:
             return []
         self._attach = Pending(Attach(ticket=0, run=self.run), now, self.timeouts.resend_s)
         return [Out(self._attach.message)]
@@ -270,12 +298,15 @@ class ProducerSession:
         self._credit = Amount(message.credit_groups, message.credit_bytes)
         self._credit_until = now + self.timeouts.peer_s
 
-    def _spend(self, put: _Put, now: float) -> bool:
-        """Use credit for a put. Returns False if there is not enough."""
-        groups, size = self._on_credit.groups + 1, self._on_credit.bytes + put.size
+    def _spend(self, puts: Sequence[_Put], now: float) -> bool:
+        """Use credit for puts. Returns False if there is not enough for all of them."""
+        groups = self._on_credit.groups + len(puts)
+        size = self._on_credit.bytes + sum(put.size for put in puts)
         if now > self._credit_until or groups > self._credit.groups or size > self._credit.bytes:
             return False
-        self._on_credit, put.is_on_credit = Amount(groups, size), True
+        self._on_credit = Amount(groups, size)
+        for put in puts:
+            put.is_on_credit = True
         return True
 
     def _refund(self, put: _Put) -> None:
@@ -288,6 +319,8 @@ class ProducerSession:
 
     def on_message(self, message: FromPlane, now: float) -> list[Event]:
         self._contact.hear(now)
+        if isinstance(message, Answers):
+            return [event for answer in message.answers for event in self.on_message(answer, now)]
         if isinstance(message, (Attached, Accepted, Room, Pulse)):
             self.policy_version = message.policy_version
         if isinstance(message, (Attached, Accepted, Pulse)):
@@ -304,7 +337,7 @@ class ProducerSession:
             return self._on_rejected(message, now)
         if isinstance(message, Attached) and message.ticket == 0:
             return self._on_attached(message, now)
-        if isinstance(message, (Accepted, Status, Attached, SegmentOpened, SignedUrls)):
+        if isinstance(message, (Accepted, Status, Attached, SegmentOpened, SignedUrls, GroupStates)):
             question = self._close(message.ticket)
             return [Answered(message.ticket, message)] if question is not None else []
         return []
@@ -317,17 +350,22 @@ class ProducerSession:
         rejected = [event for question in list(self._open.values()) if (event := self._too_large(question))]
         for question in self._open.values():
             question.restart(now, self.timeouts.resend_s)
-        sent = [event for question in self._open.values() for event in self._first(question, now)]
-        return [*rejected, *sent]
+        return [*rejected, *self._first(list(self._open.values()), now)]
 
-    def _first(self, question: Pending, now: float) -> list[Event]:
-        """Return the first message of a request: a put without credit asks for room instead."""
-        if isinstance(question, _Put) and not question.put.evaluation and not self._spend(question, now):
-            reason = f"group {question.put.group!r}: {self.where} has not answered yet"
-            question.refused = Rejected(ticket=question.put.ticket, kind="Overloaded", reason=reason)
-            question.is_unheard = True
-            return [Out(question.ask_room())]
-        return self._send_or_write(question)
+    def _first(self, questions: Sequence[Pending], now: float) -> list[Event]:
+        """Return the first messages of requests: puts without credit ask for room instead."""
+        puts = [one for one in questions if isinstance(one, _Put) and not one.put.evaluation]
+        asking = set(() if self._spend(puts, now) else map(id, puts))
+        events: list[Event] = []
+        for question in questions:
+            if isinstance(question, _Put) and id(question) in asking:
+                reason = f"group {question.put.group!r}: {self.where} has not answered yet"
+                question.refused = Rejected(ticket=question.put.ticket, kind="Overloaded", reason=reason)
+                question.is_unheard = True
+                events.append(Out(question.ask_room()))
+            else:
+                events += self._send_or_write(question)
+        return events
 
     def _send_or_write(self, question: Pending) -> list[Event]:
         """Send a request, or ask the caller to write the frame to storage first."""

@@ -2,6 +2,7 @@
 
     POST /v1/groups     a group as JSON, or a frame, or gzip of one: 201 if it is new and durable, 200 if the plane
                         already had it
+    POST /v1/states     {"groups": [id, ...]}: what became of each, as `plane.has` says it
     GET  /v1/status     what `plane.status()` returns;  GET /v1/ledger  its ledger
     GET  /openapi.json  the OpenAPI description, without a token
 
@@ -33,9 +34,9 @@ from penstock.convert import read_json_group
 from penstock.errors import ConfigError, InvalidInput, PenstockError
 from penstock.extras import require
 from penstock.frames import read_head
-from penstock.protocol import OVER_LENGTH, Accepted
+from penstock.protocol import MAX_ASKED, OVER_LENGTH, Accepted
 from penstock.server.http_server import HttpThread, has_token, is_loopback, parse_address, read_token
-from penstock.server.openapi import FRAME, describe
+from penstock.server.openapi import FRAME, AskedGroups, describe
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -56,6 +57,7 @@ STATUS: dict[type[PenstockError], int] = {
 }
 """The status of an error is that of the first class here it is an instance of, so subclasses come first."""
 MAX_JSON_BYTES, MAX_FRAME_BYTES = 32 << 20, 256 << 20
+MAX_STATES_BYTES = 4 << 20
 MAX_BYTES_IN_HAND = 512 << 20
 """Limit on all requests together, from the first byte of a body until its group is answered."""
 _BODY_S = 60.0
@@ -124,7 +126,12 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
     async def openapi(_: Request) -> Response:
         return _json(describe(STATUS))
 
-    guarded = {"/v1/groups": ("POST", put), "/v1/status": ("GET", status), "/v1/ledger": ("GET", ledger)}
+    guarded: dict[str, tuple[str, Answer]] = {
+        "/v1/groups": ("POST", put),
+        "/v1/states": ("POST", lambda request: _states(plane, request)),
+        "/v1/status": ("GET", status),
+        "/v1/ledger": ("GET", ledger),
+    }
     routes = [Route(path, _safely(_guard(answer, token)), methods=[verb]) for path, (verb, answer) in guarded.items()]
     routes.append(Route("/openapi.json", openapi, methods=["GET"]))
     app = Starlette(routes=routes, exception_handlers={HTTPException: _refused, Exception: _broken})
@@ -158,6 +165,28 @@ def _of_frame(body: bytes, evaluation: bool) -> tuple[int, EncodedGroup]:
     if len(groups) != 1 or not groups[0]:
         raise InvalidInput(f"frame: samples of groups {groups[:3]}; a frame that is put holds one group, with its id")
     return len(head.ids), EncodedGroup.of_frame(groups[0], body, evaluation=evaluation)
+
+
+async def _states(plane: Plane, request: Request) -> Response:
+    size, refusal = _length(request, MAX_STATES_BYTES)
+    if refusal is not None:
+        return refusal
+    body = await _body(request, size)
+    if body is None:
+        return _problem(408, "WaitTimeout", f"body: did not arrive within {_BODY_S:g} s; send it again")
+    found = await plane.ahas(_asked(body))
+    return _json({"states": {name: {"state": one.state, "reason": one.reason} for name, one in found.items()}})
+
+
+def _asked(body: bytes) -> list[str]:
+    """Parse a question about groups."""
+    try:
+        groups = msgspec.json.decode(body, type=AskedGroups).groups
+    except msgspec.DecodeError as error:
+        raise InvalidInput(f'body: {error}; send {{"groups": [id, ...]}}') from None
+    if len(groups) > MAX_ASKED:
+        raise InvalidInput(f"groups: {len(groups):,} ids; ask for at most {MAX_ASKED:,} at once")
+    return groups
 
 
 def _accepted(samples: int, group: EncodedGroup, answer: Accepted) -> tuple[dict[str, Any], int]:

@@ -27,6 +27,28 @@ class Put(msgspec.Struct, kw_only=True):
     """truncated_samples, truncated_tokens, dropped_samples, dropped_tokens. Absent if no sample is too long."""
 
 
+class AskedGroups(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A question about groups."""
+
+    groups: list[str]
+    """Their ids, at most 1,024."""
+
+
+class State(msgspec.Struct, kw_only=True):
+    """What became of a group."""
+
+    state: str
+    """held, scheduled, delivered, committed, dropped, quarantined or evaluation; unknown if it was not accepted."""
+    reason: str
+    """Why it was dropped or quarantined."""
+
+
+class States(msgspec.Struct, kw_only=True):
+    """The answer to a question about groups."""
+
+    states: dict[str, State]
+
+
 class Problem(msgspec.Struct, kw_only=True):
     """An error."""
 
@@ -64,8 +86,8 @@ _OWN = {
 
 def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
     """Return the description of all routes. `statuses` maps errors to HTTP statuses."""
-    (group, put, problem), parts = msgspec.json.schema_components(
-        [JsonGroup, Put, Problem], ref_template="#/components/schemas/{name}"
+    (group, put, asked, states, problem), parts = msgspec.json.schema_components(
+        [JsonGroup, Put, AskedGroups, States, Problem], ref_template="#/components/schemas/{name}"
     )
     names: dict[int, list[str]] = defaultdict(list)
     for kind, status in statuses.items():
@@ -91,6 +113,14 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
                         "415": _answer("another content-type", problem),
                         **problems,
                     },
+                }
+            },
+            "/v1/states": {
+                "post": {
+                    "operationId": "get_states",
+                    "summary": "What became of groups",
+                    "requestBody": {"required": True, "content": {"application/json": {"schema": asked}}},
+                    "responses": {"200": _answer("the state of each group, by id", states), **problems},
                 }
             },
             "/v1/status": _look("get_status", "The plane's status", problem),

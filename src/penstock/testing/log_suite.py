@@ -120,6 +120,7 @@ class LogSuite:
             log.add_groups([(row(1, state=State.EVALUATION), b"x")])
             log.add_discard("k")
         assert (log.digest_of("g1"), log.is_evaluation("g1"), log.is_discarded("k")) == (bytes(16), True, True)
+        assert log.states_of(["g2", "g1", "g\0"]) == {"g1": (1, State.EVALUATION, "")}
         log.close()
 
     def test_states_uses_and_frames_change(self, tmp_path: Path) -> None:
