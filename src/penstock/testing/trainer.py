@@ -140,12 +140,19 @@ def check(
 
     samples = Samples(logprobs, vocabulary=vocabulary, columns=columns, special_ids=special_ids)
     probes = samples.probes()
-    noise = measure_noise(runner, next(probe for probe in probes if "turns" in probe.what), tolerance)
+    first = next(probe for probe in probes if "turns" in probe.what)
+    noise = measure_noise(runner, first, tolerance, simulator.gradient(first.step))
     if noise.blocks:
         return _report(runner, noise.findings, noise, "reference")
     measured = _measured(runner, simulator, probes, noise)
     allowed = max(tolerance, 5 * noise.level)
-    judge = Judge(simulator, measured, tolerance=allowed, special_ids=samples.special)
+    judge = Judge(
+        simulator,
+        measured,
+        lambda sample: runner(samples.step([sample]))[1],
+        tolerance=allowed,
+        special_ids=samples.special,
+    )
     findings = [*noise.findings, *judge.findings(loss)]
     findings += noise.later(runner, allowed)
     if not findings:

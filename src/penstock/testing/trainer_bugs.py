@@ -134,6 +134,7 @@ def _masks(special_ids: Sequence[int]) -> list[Hypothesis]:
         "tool output between turns is trained": _between,
         "everything after the first trained token is trained": _from_first,
         "the prompt is trained as well": _everything,
+        "the prompt is trained as well, untrained samples too": lambda mask, ids: np.arange(len(mask)) > 0,
         "context is trained instead of sampled tokens": _context,
         "samples with one trained token are left out": lambda mask, ids: mask & (mask.sum() > 1),
         "samples with several turns are left out": lambda mask, ids: mask & (len(spans_of(mask)) < 2),
@@ -272,6 +273,11 @@ def _passes() -> list[Hypothesis]:
             lambda row: replace(row, shift=2),
         ),
         (
+            "token t is predicted from t - 2 (shifted twice)",
+            "the logits of token t - 1 predict token t: shift once",
+            lambda row: replace(row, shift=2, across=True),
+        ),
+        (
             "token t is predicted from token t (not shifted)",
             "the logits of token t - 1 predict token t: shift once",
             lambda row: replace(row, shift=0),
@@ -328,11 +334,7 @@ def _spread(values: Vector, row: Row, pick: Callable[[Vector], float]) -> Vector
 def column(name: str, change: Callable[[Vector, Row], Vector]) -> Callable[[Row], Row]:
     """Return a change of one column of a row, where it has it."""
 
-    def changed(row: Row) -> Row:
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return row.with_columns(**{name: np.nan_to_num(change(row.columns[name], row))})
-
-    return changed
+    return lambda row: row.with_columns(**{name: change(row.columns[name], row)})
 
 
 def _advantages() -> list[Hypothesis]:
@@ -391,7 +393,9 @@ def _normalized(what: str, scope: Any, ddof: int) -> dict[str, Callable[[Vector,
     """Return advantages that are normalized again over a row or a sample."""
 
     def std(a: Vector) -> float:
-        return float(a.std(ddof=ddof)) if len(a) > ddof else 0.0
+        found = float(a.std(ddof=ddof)) if len(a) > ddof else 0.0
+        # Equal values have a deviation of 0 up to rounding: what is divided by it cannot be predicted.
+        return found if found > 1e-5 * float(np.abs(a).max()) else float("nan")
 
     changes: dict[str, Callable[[Vector, Row], Vector]] = {}
     for tokens, picked in (("trained tokens", lambda a, m: a[m]), ("tokens", lambda a, m: a)):
@@ -434,6 +438,7 @@ def _normalized_rows(rows: Sequence[Sequence[Row]], divide: bool, subtract: bool
     values = np.concatenate([row.columns["advantages"][row.mask] for rank in rows for row in rank])
     mean = values.mean() if subtract and len(values) else 0.0
     std = values.std(ddof=ddof) + 1e-8 if divide and len(values) > ddof else 1.0
+    std = std if std > 1e-5 else np.nan
     return [
         tuple(row.with_columns(advantages=(row.columns["advantages"] - mean) / std) for row in rank) for rank in rows
     ]
@@ -503,6 +508,11 @@ def _ratios(low: float, high: float) -> list[Hypothesis]:
             )
     found = [Hypothesis(name=name, fix=_CLIP, push=form(change)) for name, change in clips.items()]
     found += [Hypothesis(name=name, fix=_RATIO, push=form(change)) for name, change in ratios.items()]
+    found += [
+        Hypothesis(name=name.replace("sample", "row"), fix=_RATIO, push=form(change), by_row=True)
+        for name, change in ratios.items()
+        if "sample" in name
+    ]
     changes: dict[str, Callable[[Vector, Row], Vector]] = {
         "logprobs of the token before": lambda s, row: np.roll(s, 1),
         "logprobs of the token after": lambda s, row: np.roll(s, -1),
@@ -556,18 +566,21 @@ def _weights() -> list[Hypothesis]:
     def absolute(row: Row) -> float:
         return float(np.abs(row.columns["advantages"][row.mask]).sum())
 
-    whats: dict[str, Callable[[Row], float]] = {
-        "trained tokens": _trained,
-        "all tokens of samples": tokens,
-        "all tokens with padding": padded,
-        "samples": samples,
-        "trained samples": trained_samples,
-        "sequences with padding": lambda row: float(len(row.bounds)),
-        "tokens with an advantage": pushed,
-        "summed absolute advantages": absolute,
-    }
+    whats: list[tuple[str, Callable[[Row], float]]] = [
+        ("trained tokens", _trained),
+        ("all tokens of samples", tokens),
+        ("all tokens with padding", padded),
+        ("all tokens with padding", lambda row: 0.0 if row.dummy else padded(row)),
+        ("samples", samples),
+        ("trained samples", trained_samples),
+        ("sequences with padding", lambda row: float(len(row.bounds))),
+        ("tokens with an advantage", pushed),
+        ("summed absolute advantages", absolute),
+        ("turns", lambda row: float(len(spans_of(row.mask)))),
+        ("tokens after the prompt", lambda row: float(sum((np.cumsum(row.mask[a:b]) > 0).sum() for a, b in row.samples))),
+    ]
     found: list[Hypothesis] = []
-    for what, count in whats.items():
+    for what, count in whats:
         found += _denominators(what, count)
     return found + _other_weights()
 

@@ -32,9 +32,8 @@ class Measured:
     """The length a difference is compared with."""
 
     def gap(self, predicted: Vector) -> float:
-        """Return the relative difference to a prediction. What is not finite is infinitely far."""
-        gap = float(np.linalg.norm(self.gradient - predicted)) / self.scale
-        return gap if np.isfinite(gap) else float("inf")
+        """Return the relative difference to a prediction, NaN to one that is not finite."""
+        return float(np.linalg.norm(self.gradient - predicted)) / self.scale
 
     @property
     def error(self) -> float:
@@ -179,6 +178,16 @@ def _norms(simulator: Simulator, measured: Sequence[Measured]) -> Iterator[Hypot
         fix=fix,
         after=lambda gradient: np.clip(gradient, -largest, largest),
     )
+    for what in ("rank", "batch"):
+        where = {"rank": "on each rank", "batch": "in each micro-batch"}[what]
+        yield Hypothesis(
+            name=f"the gradient is clipped to the norm {norm:.3g} {where}", fix=fix, **{f"after_{what}": clipped}
+        )
+        yield Hypothesis(
+            name=f"values of the gradient are clipped to {largest:.3g} {where}",
+            fix=fix,
+            **{f"after_{what}": lambda gradient: np.clip(gradient, -largest, largest)},
+        )
 
 
 def _clamps() -> Iterator[Hypothesis]:
@@ -234,7 +243,8 @@ def bfloat16(values: Vector) -> Vector:
 
 def _rounded(simulator: Simulator) -> Iterator[Hypothesis]:
     def half(values: Vector) -> Vector:
-        return values.astype(np.float16).astype(np.float64)
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).astype(np.float64)
 
     fix = "compute log-probabilities, ratios and the loss in float32"
     for name, rounded in (("bfloat16", bfloat16), ("float16", half)):

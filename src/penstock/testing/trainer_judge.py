@@ -7,16 +7,17 @@ What no bug and no pair of bugs explains is described by what was measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from penstock.arrays import Sample
 from penstock.testing.trainer_bugs import catalogue
 from penstock.testing.trainer_fits import Measured, fits
 from penstock.testing.trainer_reference import Vector, listed
 from penstock.testing.trainer_samples import STAGES
-from penstock.testing.trainer_simulated import Hypothesis, Row, Simulator, push_of
+from penstock.testing.trainer_simulated import Hypothesis, Simulator
 
 _ROUNDS = 3
 _PAIRS = 8
@@ -47,15 +48,23 @@ class _Candidate:
     bug: Hypothesis
     left: int
     """Steps it does not explain."""
-    worst: float
+    explained: int
+    """Steps that are wrong and that it explains."""
 
 
 class Judge:
     def __init__(
-        self, simulator: Simulator, measured: Sequence[Measured], *, tolerance: float, special_ids: Sequence[int]
+        self,
+        simulator: Simulator,
+        measured: Sequence[Measured],
+        train: Callable[[Sample], Vector],
+        *,
+        tolerance: float,
+        special_ids: Sequence[int],
     ) -> None:
-        self._simulator, self._measured, self._tolerance = simulator, list(measured), tolerance
-        self._special_ids = special_ids
+        """`train` returns the gradient of one more sample alone, for experiments."""
+        self._simulator, self._measured, self._train = simulator, list(measured), train
+        self._tolerance, self._special_ids = tolerance, special_ids
 
     def findings(self, loss: object) -> list[Finding]:
         """Return the bugs that explain the measured gradients, at most a few."""
@@ -63,17 +72,16 @@ class Judge:
         bugs: list[Hypothesis] = []
         known: list[Hypothesis] | None = None
         for _ in range(_ROUNDS):
-            wrong = [one for one in self._measured if self._gap(one, bugs) > self._tolerance]
+            wrong = [one for one in self._measured if self._explains(one, bugs) is False]
             if not wrong:
                 break
             if known is None:
                 known = [*self._catalogue(loss), *fits(self._simulator, self._measured)]
-            focus = self._up_to(wrong[0].probe.stage)
-            chosen, also = self._search(known, bugs, focus)
+            chosen, also = self._search(known, bugs, wrong)
             if not chosen:
-                found.append(self._unexplained(wrong, bugs))
+                found.append(self._roughly(known, bugs, wrong) or self._unexplained(wrong, bugs))
                 break
-            found += [self._finding(bug, also if bug is chosen[-1] else (), wrong, bugs) for bug in chosen]
+            found += [self._finding(bug, also if bug is chosen[-1] else (), wrong) for bug in chosen]
             bugs += chosen
         return found
 
@@ -87,42 +95,56 @@ class Judge:
         self._measured = [one for one in self._measured if np.isfinite(one.gradient).all()]
         return broken
 
-    def _up_to(self, stage: str) -> list[Measured]:
-        stages = list(STAGES)[: list(STAGES).index(stage) + 1]
-        own = [one for one in self._measured if one.probe.stage in stages]
-        return sorted(own, key=lambda one: -one.error)
-
     def _gap(self, one: Measured, bugs: Sequence[Hypothesis]) -> float:
         return one.gap(self._simulator.gradient(one.probe.step, bugs)) if bugs else one.error
 
+    def _explains(self, one: Measured, bugs: Sequence[Hypothesis]) -> bool | None:
+        """Return whether bugs predict what was measured, None if they predict nothing for this step."""
+        gap = self._gap(one, bugs)
+        return None if np.isnan(gap) else gap <= self._tolerance
+
     def _search(
-        self, known: Sequence[Hypothesis], bugs: Sequence[Hypothesis], focus: Sequence[Measured]
+        self, known: Sequence[Hypothesis], bugs: Sequence[Hypothesis], wrong: Sequence[Measured]
     ) -> tuple[list[Hypothesis], tuple[str, ...]]:
         """Return the bugs to add, one or a pair, and the names of others that explain as much."""
-        singles = self._explaining(known, bugs, focus)
+        stages = list(STAGES)[: list(STAGES).index(wrong[0].probe.stage) + 1]
+        own = [one for one in self._measured if one.probe.stage in stages]
+        focus = sorted(own, key=lambda one: -one.error)
+        singles = self._explaining(known, bugs, focus, wrong)
         if singles:
             return [singles[0].bug], _others(singles)
-        partial = self._partial(known, bugs, focus[:_PAIRS])
-        for first in partial:
+        for first in self._partial(known, bugs, focus[:_PAIRS]):
             seconds = [bug for bug in known if bug.name != first.name]
-            pairs = self._explaining(seconds, [*bugs, first], focus)
+            pairs = self._explaining(seconds, [*bugs, first], focus, wrong)
             if pairs:
                 return [first, pairs[0].bug], _others(pairs)
         return [], ()
 
     def _explaining(
-        self, known: Iterable[Hypothesis], bugs: Sequence[Hypothesis], focus: Sequence[Measured]
+        self,
+        known: Iterable[Hypothesis],
+        bugs: Sequence[Hypothesis],
+        focus: Sequence[Measured],
+        wrong: Sequence[Measured],
     ) -> list[_Candidate]:
         """Return the bugs that explain all of `focus`, best first: those that leave the fewest other steps wrong."""
         found = []
-        inside = {id(one) for one in focus}
+        inside, needed = {id(one) for one in focus}, {id(one) for one in wrong}
         for bug in known:
-            if any(self._gap(one, [*bugs, bug]) > self._tolerance for one in focus):
-                continue
-            gaps = [self._gap(one, [*bugs, bug]) for one in self._measured if id(one) not in inside]
-            left = sum(gap > self._tolerance for gap in gaps)
-            found.append(_Candidate(bug=bug, left=left, worst=max(gaps, default=0.0)))
-        return sorted(found, key=lambda one: (one.left, one.bug.order))
+            # Stop at the first step that speaks against a bug: there are hundreds of them.
+            seen = {}
+            for one in focus:
+                seen[id(one)] = self._explains(one, [*bugs, bug])
+                if seen[id(one)] is False:
+                    break
+            else:
+                rest = (one for one in self._measured if id(one) not in inside)
+                seen |= {id(one): self._explains(one, [*bugs, bug]) for one in rest}
+                left = sum(value is False for value in seen.values())
+                explained = sum(seen[key] is True for key in needed)
+                if explained >= min(2, len(wrong)):
+                    found.append(_Candidate(bug=bug, left=left, explained=explained))
+        return sorted(found, key=lambda one: (one.left, -one.explained, one.bug.order))
 
     def _partial(
         self, known: Sequence[Hypothesis], bugs: Sequence[Hypothesis], focus: Sequence[Measured]
@@ -131,16 +153,33 @@ class Judge:
         before = float(np.mean([min(self._gap(one, bugs), 10.0) for one in focus]))
         scored: dict[str, tuple[float, Hypothesis]] = {}
         for bug in known:
-            if bug.order >= 1000 and " cut " in bug.name:
-                continue
-            left = float(np.mean([min(self._gap(one, [*bugs, bug]), 10.0) for one in focus]))
+            gaps = [min(self._gap(one, [*bugs, bug]), 10.0) for one in focus]
+            left = float(np.mean(gaps))
             if left < 0.9 * before and left < scored.get(bug.name, (np.inf, bug))[0]:
                 scored[bug.name] = (left, bug)
         return [bug for _, bug in sorted(scored.values(), key=lambda pair: pair[0])[:_PAIRS]]
 
-    def _finding(
-        self, bug: Hypothesis, also: tuple[str, ...], wrong: Sequence[Measured], before: Sequence[Hypothesis]
-    ) -> Finding:
+    def _roughly(
+        self, known: Sequence[Hypothesis], bugs: Sequence[Hypothesis], wrong: Sequence[Measured]
+    ) -> Finding | None:
+        """Return the bug that explains most of the wrong steps, if it explains more than half and breaks few."""
+        best: tuple[int, Hypothesis] | None = None
+        right = [one for one in self._measured if all(one is not other for other in wrong)]
+        for bug in known:
+            explained = sum(self._explains(one, [*bugs, bug]) is True for one in wrong)
+            if explained <= 0.5 * len(wrong) or (best is not None and explained <= best[0]):
+                continue
+            explained -= sum(self._explains(one, [*bugs, bug]) is False for one in right)
+            if explained > max(0.5 * len(wrong), 0 if best is None else best[0]):
+                best = (explained, bug)
+        if best is None:
+            return None
+        finding = self._finding(best[1], (), wrong)
+        return replace(
+            finding, found=f"explains {best[0]} of {len(wrong)} wrong steps to the last digit; {finding.found}"
+        )
+
+    def _finding(self, bug: Hypothesis, also: tuple[str, ...], wrong: Sequence[Measured]) -> Finding:
         worst = max(wrong, key=lambda one: min(one.error, 1e9))
         stages = ", ".join(dict.fromkeys(one.probe.stage for one in wrong))
         found = (
@@ -158,6 +197,8 @@ class Judge:
             return rounding
         bug, fix = _GENERAL[stage]
         detail = self._tokens(worst) if stage == "alone" else self._shares(worst)
+        if stage == "alone":
+            bug, fix = self._experiment() or ((bug, fix) if "belongs to no token" not in detail else _OTHER_PASS)
         names = ", ".join(one.probe.what for one in own[:3])
         return Finding(
             bug=bug,
@@ -166,12 +207,24 @@ class Judge:
             known=False,
         )
 
+    def _experiment(self) -> tuple[str, str] | None:
+        """Change tokens that must not matter, and tokens that must."""
+        one = next(one for one in self._measured if one.probe.samples[0].id == "plain")  # ..##..
+        sample, length = one.probe.samples[0], max(float(np.linalg.norm(one.gradient)), 1e-300)
+        later = float(np.linalg.norm(self._train(_other_id(sample, -1)) - one.gradient)) / length
+        if later > self._tolerance:
+            return "a token sees later ones", "use causal attention"
+        before = float(np.linalg.norm(self._train(_other_id(sample, 1)) - one.gradient)) / length
+        if before <= self._tolerance:
+            return "the token before does not matter", "the logits of token t - 1 predict token t: shift once"
+        return None
+
     def _rounding(self, wrong: Sequence[Measured]) -> Finding | None:
         """Compare small differences with those that weights rounded to bfloat16 would give."""
         largest = max(one.error for one in wrong)
         if largest > _ROUNDING:
             return None
-        rounded = replace_reference(self._simulator)
+        rounded = replace(self._simulator, reference=self._simulator.reference.rounded())
         level = max(one.gap(rounded.gradient(one.probe.step)) for one in wrong[:6])
         if largest > 4 * level:
             return None
@@ -185,7 +238,7 @@ class Judge:
     def _tokens(self, one: Measured) -> str:
         """Describe which tokens of one sample have a wrong part in the gradient."""
         row = self._simulator.rows(one.probe.step)[0][0]
-        units = np.stack([self._unit(one, row, token) for token in range(1, row.size)])
+        units = np.stack([self._simulator.unit(row, token) for token in range(1, row.size)])
         expected = np.where(row.mask, 1.0, 0.0)[1:]
         right = self._simulator.coefficients_of(row)[1:]
         found = np.linalg.lstsq(units.T, one.gradient - one.expected, rcond=1e-8)[0]
@@ -202,9 +255,6 @@ class Judge:
         ]
         return "; ".join(shown[:6]) or "no single token stands out"
 
-    def _unit(self, one: Measured, row: Row, token: int) -> Vector:
-        return self._simulator.unit(row, token)
-
     def _shares(self, one: Measured) -> str:
         """Describe the weights of samples in a step, by least squares."""
         simulator = self._simulator
@@ -217,8 +267,11 @@ class Judge:
         return text + (f", and {rest:.1%} of the gradient is none of theirs" if rest > 2 * self._tolerance else "")
 
 
-def replace_reference(simulator: Simulator) -> Simulator:
-    return replace(simulator, reference=simulator.reference.rounded())
+def _other_id(sample: Sample, at: int) -> Sample:
+    """Return the sample with another id at one place, one that it has elsewhere."""
+    ids = sample.token_ids.astype(np.int64)
+    ids[at] = ids[3] if ids[at] != ids[3] else ids[2]
+    return sample.replace(token_ids=ids, id=f"{sample.id} with another token {at}")
 
 
 def _others(candidates: Sequence[_Candidate]) -> tuple[str, ...]:
@@ -245,6 +298,10 @@ def _not_finite(one: Measured) -> Finding:
     )
 
 
+_OTHER_PASS = (
+    "the forward pass is not the model's",
+    "compare weights, attention, positions, dropout and precision of the trainer with those of the model that is passed",
+)
 _GENERAL = {
     "alone": (
         "the gradient of one sample alone is wrong",
@@ -267,5 +324,3 @@ _GENERAL = {
         "divide by step.loss_tokens, times the number of ranks where gradients are averaged over them",
     ),
 }
-
-__all__ = ["Finding", "Judge", "described", "push_of"]

@@ -53,8 +53,8 @@ class Shape:
     """Cycle of ratios of the model's probability to the sampler's, for the trained tokens."""
     temperatures: Sequence[float] = ()
     """Cycle, for all tokens."""
-    special: bool = False
-    """Whether special ids are in it, trained and untrained, and ids are repeated."""
+    special: int | None = None
+    """A special id that is in it: in a span, at the end of it, and again later."""
 
 
 SHAPES = {
@@ -67,11 +67,11 @@ SHAPES = {
     "zero": Shape(pattern="..##.##", advantages=0.0),
     "clipped up": Shape(pattern="..####.####.", advantages=1.0, ratios=_FAR),
     "clipped down": Shape(pattern="..####.####", advantages=-1.0, ratios=_FAR),
-    "warm": Shape(pattern="..##..###.", advantages=-0.7, temperatures=(1.0, 0.6, 1.7, 1.2)),
+    "warm": Shape(pattern="..##..###.", advantages=-0.7, temperatures=(0.6, 1.7, 1.0, 1.3)),
+    "cool": Shape(pattern=".##..#", advantages=0.9, temperatures=(0.8,)),
     "long": Shape(pattern="." * 20 + "#" * 12 + "." * 8 + "#" * 18 + "..", advantages=1.1),
     "big": Shape(pattern="..##.#", advantages=(3.0, -6.0, 14.0)),
     "loud": Shape(pattern="..#.##.", advantages=(4000.0, -6000.0, 5000.0)),
-    "special": Shape(pattern="...########..####", advantages=-1.1, special=True),
     "untrained": Shape(pattern=".....", advantages=2.0),
     "lone": Shape(pattern=".", advantages=2.0),
 }
@@ -97,7 +97,11 @@ class Samples:
     ) -> None:
         self._logprobs, self._vocabulary, self._columns = logprobs, vocabulary, columns
         self.special = tuple(dict.fromkeys((0, 1, 2, vocabulary - 1, *special_ids)))
-        self.made: Mapping[str, Sample] = {name: self.make(name, shape) for name, shape in SHAPES.items()}
+        shapes = dict(SHAPES)
+        for token in self.special:
+            shapes[f"id {token}"] = Shape(pattern="..#####..###", advantages=-1.1, special=token)
+        self.shapes = shapes
+        self.made: Mapping[str, Sample] = {name: self.make(name, shape) for name, shape in shapes.items()}
 
     def make(self, name: str, shape: Shape) -> Sample:
         rng = np.random.default_rng([len(name), *name.encode()])
@@ -129,11 +133,8 @@ class Samples:
     def _ids(self, shape: Shape, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
         plain = np.setdiff1d(np.arange(self._vocabulary), self.special)
         ids = rng.choice(plain, count, replace=count > len(plain))
-        if shape.special:
-            # Context, trained and trained again: an id in each role, next to itself, and in the middle of a span.
-            ids[: len(self.special)] = self.special[:count]
-            ids[3:11] = [*self.special, *self.special][:8]
-            ids[13:17] = self.special[::-1][:4]
+        if shape.special is not None:  # ..#ss#s..#ss
+            ids[[3, 4, 6, 10, 11]] = shape.special
         return ids.astype(np.int64)
 
     def probe(self, stage: str, what: str, names: Sequence[str], **packing: Any) -> Probe:
@@ -142,11 +143,14 @@ class Samples:
             made = self.made[name]
             again = sum(sample.id.startswith(name) for sample in samples)
             samples.append(made.replace(id=f"{name} again {again}") if again else made)
+        return Probe(stage=stage, what=what, samples=tuple(samples), step=self.step(samples, **packing))
+
+    def step(self, samples: Sequence[Sample], **packing: Any) -> Step:
         settings = {"seq_len": LONGEST, "micro_batch_max_tokens": 2 * LONGEST, "long_rows": True, "ranks": 1, **packing}
-        return Probe(stage=stage, what=what, samples=tuple(samples), step=pack(samples, **settings))
+        return pack(samples, **settings)
 
     def probes(self) -> list[Probe]:
-        alone = [name for name in SHAPES if SHAPES[name].pattern.count("#")]
+        alone = [name for name, shape in self.shapes.items() if "#" in shape.pattern]
         return [
             *(self.probe("alone", f"the sample {name!r} alone", [name]) for name in alone),
             *(self.probe("padded", what, names, **packing) for what, names, packing in _PADDED),
@@ -167,12 +171,12 @@ _ROWS: _Steps = (
     ("two samples of one group in a row", ("plain", "down"), {}),
     ("a long sample before a short one", ("long", "short"), {}),
     ("three samples in a row", ("turns", "down", "tools"), {}),
-    ("four samples in a padded row", ("single", "warm", "short", "plain"), {"pad_to_multiple_of": 32}),
+    ("four samples in a padded row", ("single", "warm", "short", "cool"), {"pad_to_multiple_of": 32}),
     ("samples with and without advantages in a row", ("zero", "down", "untrained", "plain"), {}),
     ("a sample of one token between others", ("plain", "lone", "down", "lone"), {}),
     ("clipped samples in a row", ("clipped up", "clipped down", "big"), {}),
     ("the same sample three times", ("tools", "tools", "tools"), {}),
-    ("a row of eight samples", ("special", "turns", "tools", "plain", "warm", "down", "short", "single"), {}),
+    ("a row of eight samples", ("id 0", "turns", "tools", "plain", "warm", "down", "short", "single"), {}),
 )
 _MICRO_BATCHES: _Steps = (
     ("one sample in each of three micro-batches", ("plain", "turns", "down"), {"max_samples": 1}),

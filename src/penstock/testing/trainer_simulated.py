@@ -121,8 +121,14 @@ class Hypothesis:
     """Whether tokens are counted after `row` changed the mask."""
     entropy: float = 0.0
     """Weight of the entropy that is added to the loss."""
+    by_row: bool = False
+    """Whether `push` gets a row at a time, not a sample."""
     after: Callable[[Vector], Vector] | None = None
     """Changes the gradient of the whole step."""
+    after_rank: Callable[[Vector], Vector] | None = None
+    """Changes the gradient of each rank, before they are averaged."""
+    after_batch: Callable[[Vector], Vector] | None = None
+    """Changes the gradient of each micro-batch, before it is added."""
     order: int = 0
     """Between hypotheses that explain equally well the lowest comes first."""
 
@@ -141,13 +147,20 @@ class Simulator:
         right = self.rows(step)
         rows = _changed(right, bugs)
         recount = any(bug.recount for bug in bugs)
-        total = np.zeros(self.reference.flat.size)
+        ranks = np.zeros((len(rows), self.reference.flat.size))
         for rank, index, row in _enumerated(rows):
             if not row.mask.any():
                 continue
             place = Place(step=step, rank=rank, index=index, row=right[rank][index], rows=right, per=self.per)
             weights = self._weights(place, bugs) * (_recounted(place, rows) if recount else 1.0)
-            total += self._pulled(row, weights, bugs)
+            own = self._pulled(row, weights, bugs)
+            for bug in bugs:
+                own = bug.after_batch(own * len(rows)) / len(rows) if bug.after_batch else own
+            ranks[rank] += own
+        for bug in bugs:
+            if bug.after_rank is not None:  # a rank has its part times the number of ranks, until they are averaged
+                ranks = np.stack([bug.after_rank(own * len(rows)) / len(rows) for own in ranks])
+        total: Vector = ranks.sum(axis=0)
         for bug in bugs:
             total = bug.after(total) if bug.after else total
         return total
@@ -221,8 +234,8 @@ class Simulator:
         self, row: Row, logprobs: Vector, entropies: Vector, bugs: Sequence[Hypothesis]
     ) -> tuple[Vector, Vector]:
         out, rest = np.zeros(row.size), np.zeros(row.size)
-        padding = () if not row.samples else ((row.samples[-1][1], row.size),)
-        for a, b in (*(row.samples or ((0, row.size),)), *padding):
+        parts = (*row.samples, (row.samples[-1][1], row.size)) if row.samples else ()
+        for a, b in ((0, row.size),) if any(bug.by_row for bug in bugs) else parts or ((0, row.size),):
             columns = {name: values[a:b] for name, values in row.columns.items()}
             mask = columns["loss_mask"]
             if not mask.any():
