@@ -24,7 +24,9 @@ def bug(name: str, about: str = "", **hooks: Any) -> None:
     BUGS.append(Seeded(name, lambda step, world: train(step, world, **hooks), about=about or name))
 
 
-def column(name: str, change: Callable[[Tensors, MicroBatch], torch.Tensor]) -> Callable[[Tensors, MicroBatch], Tensors]:
+def column(
+    name: str, change: Callable[[Tensors, MicroBatch], torch.Tensor]
+) -> Callable[[Tensors, MicroBatch], Tensors]:
     return lambda columns, batch: {**columns, name: change(columns, batch)} if name in columns else columns
 
 
@@ -102,7 +104,11 @@ bug("first token of every turn dropped", columns=masked(first_of_turns))
 bug("mask late", columns=column("loss_mask", lambda c, b: c["loss_mask"].roll(1)))
 bug("mask early", columns=column("loss_mask", lambda c, b: c["loss_mask"].roll(-1)))
 bug("prompt trained too", columns=masked(lambda m, ids: torch.arange(len(m)) > 0))
-bug("pad id 0 never trained", "a sampled token with the id of padding is masked", columns=masked(lambda m, ids: m & (ids != 0)))
+bug(
+    "pad id 0 never trained",
+    "a sampled token with the id of padding is masked",
+    columns=masked(lambda m, ids: m & (ids != 0)),
+)
 bug("eos id never trained", "id 2 is masked", columns=masked(lambda m, ids: m & (ids != 2)))
 bug(
     "cut at the first eos",
@@ -110,7 +116,9 @@ bug(
     columns=masked(lambda m, ids: m & ((ids == 2).cumsum(0) - (ids == 2).long() == 0)),
 )
 bug("one-token completions dropped", columns=masked(lambda m, ids: m & (m.sum() > 1)))
-bug("row cut at 48 tokens", columns=column("loss_mask", lambda c, b: c["loss_mask"] & (torch.arange(b.num_tokens) < 48)))
+bug(
+    "row cut at 48 tokens", columns=column("loss_mask", lambda c, b: c["loss_mask"] & (torch.arange(b.num_tokens) < 48))
+)
 bug("samples cut at 32 tokens", columns=column("loss_mask", lambda c, b: c["loss_mask"] & (c["position_ids"] < 32)))
 
 
@@ -134,9 +142,11 @@ bug(
 bug(
     "no shift",
     "token t is predicted from token t itself",
-    logprobs=lambda logits, columns: (logits / columns.get("temperatures", torch.ones(len(logits)))[:, None])
-    .log_softmax(-1)
-    .gather(1, columns["token_ids"][:, None])[:, 0],
+    logprobs=lambda logits, columns: (
+        (logits / columns.get("temperatures", torch.ones(len(logits)))[:, None])
+        .log_softmax(-1)
+        .gather(1, columns["token_ids"][:, None])[:, 0]
+    ),
 )
 bug(
     "attention over the row",
@@ -201,7 +211,10 @@ bug("other weights than the sampler's", "head scaled by 1.2", make=other_weights
 
 bug("temperature ignored", columns=lambda c, b: {n: v for n, v in c.items() if n != "temperatures"})
 bug("temperature multiplied", columns=column("temperatures", lambda c, b: 1 / c["temperatures"]))
-bug("temperature of the row's first token", columns=column("temperatures", lambda c, b: c["temperatures"][:1].expand(b.num_tokens)))
+bug(
+    "temperature of the row's first token",
+    columns=column("temperatures", lambda c, b: c["temperatures"][:1].expand(b.num_tokens)),
+)
 bug("temperature of the token before", columns=column("temperatures", lambda c, b: c["temperatures"].roll(1)))
 
 
@@ -229,7 +242,10 @@ bug("advantages clamped to 5", columns=advantage(lambda a: a.clamp(-5, 5)))
 bug("advantages of the token before", columns=advantage(lambda a: a.roll(1)))
 bug("advantage of the row's first trained token", columns=over_row(lambda a, own: own[0]))
 bug("advantages divided by their deviation", columns=over_row(lambda a, own: a / (own.std(unbiased=False) + 1e-6)))
-bug("advantages normalized per row", columns=over_row(lambda a, own: (a - own.mean()) / (own.std(unbiased=False) + 1e-6)))
+bug(
+    "advantages normalized per row",
+    columns=over_row(lambda a, own: (a - own.mean()) / (own.std(unbiased=False) + 1e-6)),
+)
 
 
 def first_advantage(columns: Tensors, batch: MicroBatch) -> Tensors:
@@ -262,14 +278,22 @@ def with_term(term: Callable[[Tensors, torch.Tensor], torch.Tensor]) -> Callable
 
 bug("no clip", token_loss=loss_of(lambda r, a, t: -r * a))
 bug("clip of both sides", "clamped without the minimum", token_loss=loss_of(lambda r, a, t: -r.clamp(0.8, 1.2) * a))
-bug("clip from the wrong side", "maximum in place of minimum", token_loss=loss_of(lambda r, a, t: -torch.maximum(r * a, r.clamp(0.8, 1.2) * a)))
+bug(
+    "clip from the wrong side",
+    "maximum in place of minimum",
+    token_loss=loss_of(lambda r, a, t: -torch.maximum(r * a, r.clamp(0.8, 1.2) * a)),
+)
 bug("clip at 0.8 and 1.28", token_loss=lambda c, t: ppo(c, t, high=0.28))
 bug("ratio inverted", token_loss=loss_of(lambda r, a, t: -torch.minimum(a / r, (1 / r).clamp(0.8, 1.2) * a)))
 bug("ratio ignored", "plain policy gradient", token_loss=loss_of(lambda r, a, t: -a * t))
 bug("ratio detached", "no gradient flows", token_loss=loss_of(lambda r, a, t: -r.detach() * a + 0 * t))
 bug("ratio truncated at 2", token_loss=loss_of(lambda r, a, t: -r.detach().clamp(max=2) * a * t))
 bug("logprobs of the token before", columns=column("logprobs", lambda c, b: c["logprobs"].roll(1)))
-bug("kl added", "a KL to the sampler", token_loss=with_term(lambda c, t: 0.05 * ((c["logprobs"] - t).expm1() - (c["logprobs"] - t))))
+bug(
+    "kl added",
+    "a KL to the sampler",
+    token_loss=with_term(lambda c, t: 0.05 * ((c["logprobs"] - t).expm1() - (c["logprobs"] - t))),
+)
 bug("cross-entropy added", token_loss=with_term(lambda c, t: -0.05 * t))
 
 
@@ -328,8 +352,14 @@ bug("mean of micro-batches", scale=lambda step, b, world: 1 / max(b.loss_tokens,
 bug("sum of means", scale=lambda step, b, world: 1 / max(b.loss_tokens, 1))
 bug("no denominator", scale=lambda step, b, world: 1.0)
 bug("divided by all tokens", scale=divided(lambda step, b, world: step.accounting.total.tokens))
-bug("divided by padded tokens", scale=divided(lambda step, b, world: step.accounting.total.tokens + step.accounting.total.padding_tokens))
-bug("divided by trained samples of the row", scale=lambda step, b, world: world / step.loss_tokens / max(trained_samples(b), 1))
+bug(
+    "divided by padded tokens",
+    scale=divided(lambda step, b, world: step.accounting.total.tokens + step.accounting.total.padding_tokens),
+)
+bug(
+    "divided by trained samples of the row",
+    scale=lambda step, b, world: world / step.loss_tokens / max(trained_samples(b), 1),
+)
 bug("divided by segments of the row", scale=lambda step, b, world: world / step.loss_tokens / len(b.sequence_lengths))
 bug("mean of ranks", scale=lambda step, b, world: 1 / max(rank_tokens(step), 1))
 bug("ranks forgotten", scale=lambda step, b, world: 1 / step.loss_tokens)

@@ -29,11 +29,12 @@ from numpy.typing import NDArray
 from penstock.client import SourceStep
 from penstock.errors import InvalidInput
 from penstock.packing import Step
-from penstock.testing.trainer_fits import Measured
 from penstock.testing.trainer_judge import Finding, Judge
+from penstock.testing.trainer_measure import measure, wrong_losses
 from penstock.testing.trainer_noise import Noise, measure_noise
 from penstock.testing.trainer_reference import Flat, Forward, Reference, Sequence1, Vector, matched
-from penstock.testing.trainer_samples import Probe, Samples
+from penstock.testing.trainer_samples import Samples
+from penstock.testing.trainer_self import check_itself
 from penstock.testing.trainer_simulated import Per, Simulator, push_of
 
 Gradients: TypeAlias = Mapping[str, Any] | Sequence[Any]
@@ -52,8 +53,10 @@ NOT_SEEN = (
 )
 """Classes of bugs that are out of reach with `model` and `loss`."""
 NOT_SEEN_WITHOUT_MODEL = (
-    "what is wrong with every token in the same way: sign, a constant factor, another loss than the one that is meant",
-    "which clip is used, and on which side",
+    "what is wrong with every token in the same way: the sign, a constant factor, an added term, frozen parameters",
+    "another loss than the one that is meant: ratios, clips, how temperatures enter",
+    "another forward pass than the one that is meant: weights, positions of a sample alone, no shift",
+    "a factor that depends on the sample alone, such as the root of its length",
     *NOT_SEEN,
 )
 
@@ -122,11 +125,15 @@ def check(
         given, missing = ("model", "loss") if loss is None else ("loss", "model")
         raise InvalidInput(f"{given} without {missing}; pass both to compare with a reference, or neither")
     if model is None:
-        from penstock.testing.trainer_self import check_itself
-
         runner = Runner(step_fn, None)
         findings, noise = check_itself(
-            runner, vocabulary=vocabulary, per=per, tolerance=tolerance, columns=columns, special_ids=special_ids
+            runner,
+            runner.flat,
+            vocabulary=vocabulary,
+            per=per,
+            tolerance=tolerance,
+            columns=columns,
+            special_ids=special_ids,
         )
         return _report(runner, findings, noise, "itself")
     reference = Reference(model, forward)
@@ -134,9 +141,7 @@ def check(
     simulator = Simulator(reference=reference, push=push_of(loss), per=per)
 
     def logprobs(ids: NDArray[np.int64], temperatures: Vector) -> Vector:
-        return reference.logprobs(
-            Sequence1(token_ids=ids, positions=np.arange(len(ids)), temperatures=temperatures)
-        )
+        return reference.logprobs(Sequence1(token_ids=ids, positions=np.arange(len(ids)), temperatures=temperatures))
 
     samples = Samples(logprobs, vocabulary=vocabulary, columns=columns, special_ids=special_ids)
     probes = samples.probes()
@@ -144,7 +149,7 @@ def check(
     noise = measure_noise(runner, first, tolerance, simulator.gradient(first.step))
     if noise.blocks:
         return _report(runner, noise.findings, noise, "reference")
-    measured = _measured(runner, simulator, probes, noise)
+    measured = measure(runner, simulator, probes, noise)
     allowed = max(tolerance, 5 * noise.level)
     judge = Judge(
         simulator,
@@ -152,11 +157,12 @@ def check(
         lambda sample: runner(samples.step([sample]))[1],
         tolerance=allowed,
         special_ids=samples.special,
+        loss=loss,
     )
-    findings = [*noise.findings, *judge.findings(loss)]
+    findings = [*noise.findings, *judge.findings()]
     findings += noise.later(runner, allowed)
     if not findings:
-        findings = _wrong_losses(measured, per, 10 * tolerance)
+        findings = wrong_losses(measured, per, 10 * tolerance)
     return _report(runner, findings, noise, "reference")
 
 
@@ -192,7 +198,7 @@ class Runner:
     def __call__(self, step: Step) -> tuple[float, Vector]:
         loss, gradients = read(self._step_fn(step))
         self.steps += 1
-        if not gradients:
+        if not gradients and not self._names:
             raise InvalidInput("step_fn: there are no gradients; return all that are trained, zeros where nothing is")
         if self._reference is not None:
             self._match(gradients)
@@ -209,6 +215,11 @@ class Runner:
         assert self._flat is not None
         return loss, self._flat({self._names[name]: values for name, values in gradients.items()})
 
+    def flat(self) -> Flat:
+        """How gradients are written into one vector, known after the first step."""
+        assert self._flat is not None
+        return self._flat
+
     def _match(self, gradients: Mapping[Any, Vector]) -> None:
         """Find the model's names for the gradients, and compare shapes."""
         assert self._reference is not None
@@ -223,41 +234,6 @@ class Runner:
                     f"step_fn: gradient of {name!r} has the shape {list(values.shape)}, the model's parameter "
                     f"{list(shape)}; return the gradients of the model that is passed"
                 )
-
-
-def _measured(runner: Runner, simulator: Simulator, probes: Sequence[Probe], noise: Noise) -> list[Measured]:
-    found = []
-    expected = [simulator.gradient(probe.step) for probe in probes]
-    typical = float(np.median([np.linalg.norm(one) for one in expected if np.any(one)]))
-    for probe, right in zip(probes, expected, strict=True):
-        results = [runner(probe.step) for _ in range(noise.repeats)]
-        gradient = np.mean([one for _, one in results], axis=0)
-        length = float(np.linalg.norm(gradient))
-        scale = max(float(np.linalg.norm(right)), length if np.isfinite(length) else 0.0, 0.05 * typical)
-        loss = float(np.mean([loss for loss, _ in results]))
-        found.append(Measured(probe=probe, loss=loss, gradient=gradient, expected=right, scale=scale))
-    return found
-
-
-def _wrong_losses(measured: Sequence[Measured], per: Per, tolerance: float) -> list[Finding]:
-    """Compare the loss of every step with those of its samples alone."""
-    alone = {one.probe.samples[0].id: one.loss for one in measured if one.probe.stage == "alone"}
-    for one in measured:
-        samples = one.probe.samples
-        counts = np.array([sample.loss_tokens if per == "token" else 1 for sample in samples], np.float64)
-        losses = np.array([alone.get(sample.id.split(" again")[0], 0.0) for sample in samples])
-        wanted = float(counts @ losses / max(counts.sum(), 1))
-        size = float(counts @ np.abs(losses) / max(counts.sum(), 1))
-        if not abs(one.loss - wanted) <= tolerance * max(size, 1e-9):
-            return [
-                Finding(
-                    bug="the loss that is returned is wrong",
-                    found=f"gradients are right, but the loss of {one.probe.what} is {one.loss:.4g}, not {wanted:.4g}, "
-                    "as the losses of its samples alone give",
-                    fix="add up the losses that backward was called on, over micro-batches, and average over ranks",
-                )
-            ]
-    return []
 
 
 def _report(

@@ -4,8 +4,10 @@ A bug changes rows (masks, columns, boundaries, positions), coefficients (signs,
 or the gradient at the end. `catalogue` has the ones without a free number. Those with one are in `trainer_fits`.
 """
 
+# ruff: noqa: ARG001, ARG005   (functions of one kind have one signature, whether or not they need all of it)
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -17,6 +19,8 @@ from penstock.testing.trainer_reference import Vector
 from penstock.testing.trainer_simulated import Columns, Hypothesis, Place, Row, Rows
 
 Mask: TypeAlias = NDArray[np.bool_]
+Form: TypeAlias = Callable[[Vector, Vector, Mask], Vector]
+"""advantages, ratios and mask of one sample -> coefficients"""
 MaskChange: TypeAlias = Callable[[Mask, NDArray[np.int64]], Mask]
 """mask and token ids of one sample -> another mask"""
 
@@ -25,7 +29,7 @@ _ADVANTAGE = "multiply the loss of token t with advantages[t] as it is given"
 _RATIO = "the ratio of token t is exp(logprob of token t now - logprobs[t]), each token with its own"
 _CLIP = "take the smaller of ratio * advantage and clipped ratio * advantage"
 _COUNT = "divide the summed loss of every micro-batch by step.loss_tokens, the count of trained tokens of all ranks"
-_PASS = "cut attention, positions and the shift by one at sequence_lengths"
+_ROWS = "cut attention, positions and the shift by one at sequence_lengths"
 _TEMPERATURE = "divide the logits that predict token t by temperatures[t] before the softmax"
 
 
@@ -142,13 +146,11 @@ def _masks(special_ids: Sequence[int]) -> list[Hypothesis]:
         "repeated ids are trained once": lambda mask, ids: mask & _first_ones(ids),
     }
     for token in special_ids:
-        by_sample[f"the id {token} is never trained"] = lambda mask, ids, token=token: mask & (ids != token)
-        by_sample[f"nothing is trained after the first id {token}"] = lambda mask, ids, token=token: (
-            mask & (np.cumsum(ids == token) - (ids == token) == 0)
-        )
-        by_sample[f"nothing is trained after the first sampled id {token}"] = lambda mask, ids, token=token: (
-            mask & (np.cumsum((ids == token) & mask) - ((ids == token) & mask) == 0)
-        )
+        by_sample |= {
+            f"the id {token} is never trained": _never(token),
+            f"nothing is trained after the first id {token}": _until(token, sampled=False),
+            f"nothing is trained after the first sampled id {token}": _until(token, sampled=True),
+        }
     rows: dict[str, Callable[[Row], Row]] = {name: _by_sample(change) for name, change in by_sample.items()}
     rows |= {
         "mask one token late": _rolled(1, False),
@@ -172,6 +174,19 @@ def _masks(special_ids: Sequence[int]) -> list[Hypothesis]:
     for by, name in ((1, "mask one token late"), (-1, "mask one token early")):
         found.append(Hypothesis(name=name, fix=_MASK, row=_rolled(by, True)))
     return found
+
+
+def _never(token: int) -> MaskChange:
+    return lambda mask, ids: mask & (ids != token)
+
+
+def _until(token: int, sampled: bool) -> MaskChange:
+    def change(mask: Mask, ids: NDArray[np.int64]) -> Mask:
+        ends = (ids == token) & (mask | (not sampled))
+        kept: Mask = mask & (np.cumsum(ends) - ends == 0)
+        return kept
+
+    return change
 
 
 def _first_ones(ids: NDArray[np.int64]) -> Mask:
@@ -222,7 +237,7 @@ def _turns_alone(row: Row) -> Row:
     for a, b in row.bounds:
         starts = [a + start - 1 for start, _ in spans_of(row.mask[a:b])]
         edges = sorted({a, b, *(start for start in starts if start > a)})
-        bounds += list(zip(edges[:-1], edges[1:], strict=True))
+        bounds += list(itertools.pairwise(edges))
     return replace(row, bounds=tuple(bounds))
 
 
@@ -237,24 +252,24 @@ def _from_falls(row: Row) -> Row:
     """Boundaries where positions fall: a sample of one token has none behind it."""
     positions = row.columns["position_ids"]
     edges = [0, *(np.flatnonzero(np.diff(positions) < 0) + 1).tolist(), row.size]
-    return replace(row, bounds=tuple(zip(edges[:-1], edges[1:], strict=True)))
+    return replace(row, bounds=tuple(itertools.pairwise(edges)))
 
 
 def _passes() -> list[Hypothesis]:
     whole = "attention sees the other samples of a row"
     changes: list[tuple[str, str, Callable[[Row], Row]]] = [
-        (whole, _PASS, lambda row: _one_sequence(row, False)),
+        (whole, _ROWS, lambda row: _one_sequence(row, False)),
         (
             "positions and attention run on through a row",
-            _PASS,
+            _ROWS,
             lambda row: _with_positions(_restarted)(_one_sequence(row, False)),
         ),
-        ("positions run on through a row", _PASS, _with_positions(lambda row: np.arange(row.size))),
-        ("positions begin at 1", _PASS, _with_positions(lambda row: row.columns["position_ids"] + 1)),
-        ("positions begin at 2", _PASS, _with_positions(lambda row: row.columns["position_ids"] + 2)),
-        ("all positions are 0", _PASS, _with_positions(lambda row: row.columns["position_ids"] * 0)),
-        ("positions are counted from the end", _PASS, _with_positions(_reversed_positions)),
-        ("boundaries are taken from falls of position_ids", _PASS, _from_falls),
+        ("positions run on through a row", _ROWS, _with_positions(lambda row: np.arange(row.size))),
+        ("positions begin at 1", _ROWS, _with_positions(lambda row: row.columns["position_ids"] + 1)),
+        ("positions begin at 2", _ROWS, _with_positions(lambda row: row.columns["position_ids"] + 2)),
+        ("all positions are 0", _ROWS, _with_positions(lambda row: row.columns["position_ids"] * 0)),
+        ("positions are counted from the end", _ROWS, _with_positions(_reversed_positions)),
+        ("boundaries are taken from falls of position_ids", _ROWS, _from_falls),
         ("the prompt is not seen", "pass the whole sample through the model, context included", _without_prompt),
         (
             "the prompt is not seen",
@@ -459,7 +474,7 @@ def _ratios(low: float, high: float) -> list[Hypothesis]:
     def parts(columns: Columns, logprobs: Vector) -> tuple[Vector, Vector]:
         return columns["advantages"], np.exp(logprobs - columns["logprobs"])
 
-    def form(change: Callable[[Vector, Vector, Mask], Vector]) -> Callable[[Columns, Vector, Vector], Vector]:
+    def form(change: Form) -> Callable[[Columns, Vector, Vector], Vector]:
         """Return coefficients from advantage, ratio and mask in place of the right ones."""
         return lambda columns, logprobs, right: change(*parts(columns, logprobs), columns["loss_mask"])
 
@@ -469,7 +484,7 @@ def _ratios(low: float, high: float) -> list[Hypothesis]:
     def kept(a: Vector, r: Vector) -> Mask:
         return ~(((a > 0) & (r > 1 + high)) | ((a < 0) & (r < 1 - low)))
 
-    clips: dict[str, Callable[[Vector, Vector, Mask], Vector]] = {
+    clips: dict[str, Form] = {
         "ratios are not clipped": lambda a, r, m: -a * r,
         "ratios are clipped on both sides whatever the advantage": lambda a, r, m: -a * r * inside(r),
         "ratios are clipped from the wrong side": lambda a, r, m: (
@@ -484,7 +499,7 @@ def _ratios(low: float, high: float) -> list[Hypothesis]:
         ),
         "the ratio counts as a constant and is clipped": lambda a, r, m: -a * np.clip(r, 1 - low, 1 + high),
     }
-    ratios: dict[str, Callable[[Vector, Vector, Mask], Vector]] = {
+    ratios: dict[str, Form] = {
         "the ratio is ignored": lambda a, r, m: -a * np.ones_like(r),
         "the ratio is ignored and clips are not": lambda a, r, m: -a * kept(a, r),
         "the ratio is inverted": lambda a, r, m: a / r * kept(a, 1 / r),
@@ -496,16 +511,14 @@ def _ratios(low: float, high: float) -> list[Hypothesis]:
         "clipped tokens take their whole sample with them": lambda a, r, m: -a * r * bool(kept(a, r)[m].all()),
     }
     for cap in (1.0, 2.0, 3.0, 5.0, 10.0):
-        ratios[f"ratios above {cap:g} are cut to it as constants"] = lambda a, r, m, c=cap: -a * np.minimum(r, c)
-        ratios[f"ratios above {cap:g} are left out"] = lambda a, r, m, c=cap: -a * r * kept(a, r) * (r <= c)
-        clips[f"ratios above {cap:g} are clipped where the advantage is negative (dual clip)"] = lambda a, r, m, c=cap: (
-            -a * r * kept(a, r) * ~((a < 0) & (r > c))
+        ratios[f"ratios above {cap:g} are cut to it as constants"] = _capped(cap)
+        ratios[f"ratios above {cap:g} are left out"] = _left_out(cap, kept, both=True)
+        clips[f"ratios above {cap:g} are clipped where the advantage is negative (dual clip)"] = _left_out(
+            cap, kept, both=False
         )
-    for lo, hi in ((0.1, 0.1), (0.2, 0.28), (0.3, 0.3), (0.28, 0.2), (0.2, 0.3), (0.5, 0.5), (0.2, 0.2), (0.02, 0.02)):
+    for lo, hi in _USUAL:
         if (lo, hi) != (low, high):
-            clips[f"ratios are clipped at {1 - lo:g} and {1 + hi:g}"] = lambda a, r, m, lo=lo, hi=hi: (
-                -a * r * ~(((a > 0) & (r > 1 + hi)) | ((a < 0) & (r < 1 - lo)))
-            )
+            clips[f"ratios are clipped at {1 - lo:g} and {1 + hi:g}"] = _clip(lo, hi)
     found = [Hypothesis(name=name, fix=_CLIP, push=form(change)) for name, change in clips.items()]
     found += [Hypothesis(name=name, fix=_RATIO, push=form(change)) for name, change in ratios.items()]
     found += [
@@ -522,6 +535,22 @@ def _ratios(low: float, high: float) -> list[Hypothesis]:
         "logprobs are in another base": lambda s, row: s / np.log(2),
     }
     return found + [Hypothesis(name=name, fix=_RATIO, row=column("logprobs", fn)) for name, fn in changes.items()]
+
+
+_USUAL = ((0.1, 0.1), (0.2, 0.28), (0.3, 0.3), (0.28, 0.2), (0.2, 0.3), (0.5, 0.5), (0.2, 0.2), (0.02, 0.02))
+"""Clips that trainers have as defaults."""
+
+
+def _capped(cap: float) -> Form:
+    return lambda a, r, m: -a * np.minimum(r, cap)
+
+
+def _left_out(cap: float, kept: Callable[[Vector, Vector], Mask], *, both: bool) -> Form:
+    return lambda a, r, m: -a * r * kept(a, r) * ~((both | (a < 0)) & (r > cap))
+
+
+def _clip(low: float, high: float) -> Form:
+    return lambda a, r, m: -a * r * ~(((a > 0) & (r > 1 + high)) | ((a < 0) & (r < 1 - low)))
 
 
 def _sequence_level(a: Vector, r: Vector, m: Mask, low: float, high: float, over: Any) -> Vector:
@@ -577,7 +606,10 @@ def _weights() -> list[Hypothesis]:
         ("tokens with an advantage", pushed),
         ("summed absolute advantages", absolute),
         ("turns", lambda row: float(len(spans_of(row.mask)))),
-        ("tokens after the prompt", lambda row: float(sum((np.cumsum(row.mask[a:b]) > 0).sum() for a, b in row.samples))),
+        (
+            "tokens after the prompt",
+            lambda row: float(sum((np.cumsum(row.mask[a:b]) > 0).sum() for a, b in row.samples)),
+        ),
     ]
     found: list[Hypothesis] = []
     for what, count in whats:
@@ -597,7 +629,7 @@ def _denominators(what: str, count: Callable[[Row], float]) -> list[Hypothesis]:
 
     trained = what == "trained tokens"
     name = "denominator per micro-batch" if trained else f"divided by {what} of the micro-batch"
-    forms: list[tuple[str, Callable[[Place], float]]] = [
+    forms: list[tuple[str, Callable[[Place], Vector | float]]] = [
         (f"{name}, summed", lambda p: 1 / counted(p, 0)),
         (f"{name}, summed", lambda p: 1 / counted(p, 0) / p.world),
         (f"{name}, averaged", lambda p: 1 / counted(p, 0) / len(p.own)),
@@ -611,8 +643,8 @@ def _denominators(what: str, count: Callable[[Row], float]) -> list[Hypothesis]:
         forms += [
             (f"divided by {what} of the step", lambda p: 1 / counted(p, 2)),
             (f"divided by {what} of the step, not times the ranks", lambda p: 1 / counted(p, 2) / p.world),
-            (f"divided by trained tokens and by {what} of the micro-batch", lambda p: p.right / counted(p, 0)),  # type: ignore[list-item]
-            (f"divided by trained tokens and by {what} of the step", lambda p: p.right / counted(p, 2)),  # type: ignore[list-item]
+            (f"divided by trained tokens and by {what} of the micro-batch", lambda p: p.right / counted(p, 0)),
+            (f"divided by trained tokens and by {what} of the step", lambda p: p.right / counted(p, 2)),
         ]
     return [Hypothesis(name=name, fix=_COUNT, weights=weights) for name, weights in forms]
 
@@ -696,18 +728,17 @@ def _micro_batches() -> list[Hypothesis]:
         "micro-batches are weighted by their place": lambda p: p.index + 1,
         "every other micro-batch is trained": lambda p: p.index % 2 == 0,
     }
-    found = [
-        Hypothesis(name=name, fix=fix, weights=lambda p, pick=pick: p.right * float(pick(p))) for name, pick in kept.items()
-    ]
-    for name, pick in list(kept.items())[:8]:
-        found.append(
-            Hypothesis(
-                name=name,
-                fix=fix,
-                weights=lambda p, pick=pick: float(pick(p)) / max(_kept_tokens(p, pick), 1),
-            )
-        )
-    return found
+    found = [Hypothesis(name=name, fix=fix, weights=_picked(pick)) for name, pick in kept.items()]
+    return found + [Hypothesis(name=name, fix=fix, weights=_picked_alone(kept[name])) for name in list(kept)[:8]]
+
+
+def _picked(pick: Callable[[Place], float]) -> Callable[[Place], Vector | float]:
+    return lambda place: place.right * float(pick(place))
+
+
+def _picked_alone(pick: Callable[[Place], float]) -> Callable[[Place], Vector | float]:
+    """Divided by the tokens that are picked."""
+    return lambda place: float(pick(place)) / max(_kept_tokens(place, pick), 1)
 
 
 def _kept_tokens(place: Place, pick: Callable[[Place], float]) -> float:

@@ -4,10 +4,12 @@ A factor on every gradient, a term that was added to the loss, a clip, a cut: fo
 squares or by trying a few. A bug counts only if it then explains all steps.
 """
 
+# ruff: noqa: ARG005   (functions of one kind have one signature, whether or not they need all of it)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +44,11 @@ class Measured:
 
 def fits(simulator: Simulator, measured: Sequence[Measured]) -> list[Hypothesis]:
     """Return the fitted bugs."""
-    finite = [one for one in measured if np.isfinite(one.gradient).all() and np.any(one.expected)]
+    finite = [
+        one
+        for one in measured
+        if np.isfinite(one.gradient).all() and np.isfinite(one.expected).all() and np.any(one.expected)
+    ]
     if not finite:
         return []
     found = [
@@ -50,7 +56,7 @@ def fits(simulator: Simulator, measured: Sequence[Measured]) -> list[Hypothesis]
         *_terms(simulator, finite),
         *_added(simulator, finite),
         *_parameters(simulator, finite),
-        *_norms(simulator, finite),
+        *_norms(finite),
         *_clamps(),
         *_cuts(),
         *_rounded(simulator),
@@ -68,8 +74,9 @@ def slope(pairs: Sequence[tuple[Vector, Vector, float]]) -> float:
 def _factors(measured: Sequence[Measured]) -> Iterator[Hypothesis]:
     factor = slope([(one.gradient, one.expected, one.scale) for one in measured])
     fix = "compare the denominator and every factor of the loss with what the loss is meant to be"
+    none = "there is no gradient at all: something is detached or frozen"
     yield Hypothesis(
-        name=f"every gradient is {factor:.3g} times the right one",
+        name=none if abs(factor) < 1e-9 else f"every gradient is {factor:.3g} times the right one",
         fix=fix,
         weights=lambda place: place.right * factor,
     )
@@ -91,12 +98,11 @@ def _terms(simulator: Simulator, measured: Sequence[Measured]) -> Iterator[Hypot
             "KL to the reference (reversed)": lambda columns, t: np.exp(t - columns["teacher_logprobs"]) - 1,
         }
     for what, push in pushes.items():
-        unit = Hypothesis(name="", fix="", push=lambda columns, t, right, push=push: right + push(columns, t))
-        factor = _strength(simulator, measured, unit)
+        factor = _strength(simulator, measured, Hypothesis(name="", fix="", push=_with(push, 1.0)))
         yield Hypothesis(
             name=f"a term is added to the loss: {factor:.3g} x {what}",
             fix="remove the term, correct its sign or its weight, or declare the loss that has it",
-            push=lambda columns, t, right, push=push, factor=factor: right + factor * push(columns, t),
+            push=_with(push, factor),
         )
     factor = _strength(simulator, measured, Hypothesis(name="", fix="", entropy=1.0))
     yield Hypothesis(
@@ -104,6 +110,10 @@ def _terms(simulator: Simulator, measured: Sequence[Measured]) -> Iterator[Hypot
         fix="a bonus for entropy is subtracted from the loss; remove it or declare the loss that has it",
         entropy=factor,
     )
+
+
+def _with(push: Callable[[Columns, Vector], Vector], factor: float) -> Callable[[Columns, Vector, Vector], Vector]:
+    return lambda columns, t, right: right + factor * push(columns, t)
 
 
 def _strength(simulator: Simulator, measured: Sequence[Measured], unit: Hypothesis) -> float:
@@ -158,7 +168,7 @@ def _parameters(simulator: Simulator, measured: Sequence[Measured]) -> Iterator[
     )
 
 
-def _norms(simulator: Simulator, measured: Sequence[Measured]) -> Iterator[Hypothesis]:
+def _norms(measured: Sequence[Measured]) -> Iterator[Hypothesis]:
     loud = max(measured, key=lambda one: float(np.linalg.norm(one.expected)))
     norm, largest = float(np.linalg.norm(loud.gradient)), float(np.abs(loud.gradient).max())
 
@@ -166,72 +176,58 @@ def _norms(simulator: Simulator, measured: Sequence[Measured]) -> Iterator[Hypot
         length = float(np.linalg.norm(gradient))
         return gradient * min(1.0, norm / max(length, 1e-300))
 
+    def cut(gradient: Vector) -> Vector:
+        return np.clip(gradient, -largest, largest)
+
     fix = "return the gradients before clipping, and clip once for the whole step"
-    yield Hypothesis(name=f"the gradient is clipped to the norm {norm:.3g}", fix=fix, after=clipped)
+    for name, change in (
+        (f"the gradient is clipped to the norm {norm:.3g}", clipped),
+        (f"values of the gradient are clipped to {largest:.3g}", cut),
+    ):
+        yield Hypothesis(name=name, fix=fix, after=change)
+        yield Hypothesis(name=f"{name} on each rank", fix=fix, after_rank=change)
+        yield Hypothesis(name=f"{name} in each micro-batch", fix=fix, after_batch=change)
     yield Hypothesis(
         name=f"the gradient is scaled to the norm {norm:.3g}",
         fix=fix,
         after=lambda gradient: gradient * (norm / max(float(np.linalg.norm(gradient)), 1e-300)),
     )
-    yield Hypothesis(
-        name=f"values of the gradient are clipped to {largest:.3g}",
-        fix=fix,
-        after=lambda gradient: np.clip(gradient, -largest, largest),
-    )
-    for what in ("rank", "batch"):
-        where = {"rank": "on each rank", "batch": "in each micro-batch"}[what]
-        yield Hypothesis(
-            name=f"the gradient is clipped to the norm {norm:.3g} {where}", fix=fix, **{f"after_{what}": clipped}
-        )
-        yield Hypothesis(
-            name=f"values of the gradient are clipped to {largest:.3g} {where}",
-            fix=fix,
-            **{f"after_{what}": lambda gradient: np.clip(gradient, -largest, largest)},
-        )
 
 
 def _clamps() -> Iterator[Hypothesis]:
+    def clamped(bound: float) -> Callable[[Row], Row]:
+        return column("advantages", lambda a, row: np.clip(a, -bound, bound))
+
     fix = "multiply the loss of token t with advantages[t] as it is given"
     for bound in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 8.0, 10.0, 20.0, 50.0, 100.0, 1000.0):
-        yield Hypothesis(
-            name=f"advantages are clamped to {bound:g}",
-            fix=fix,
-            row=column("advantages", lambda a, row, bound=bound: np.clip(a, -bound, bound)),
-        )
+        yield Hypothesis(name=f"advantages are clamped to {bound:g}", fix=fix, row=clamped(bound))
 
 
 def _cuts() -> Iterator[Hypothesis]:
     fix = "cut nothing: micro-batches are within their limits as they are"
 
-    def masked(keep: Callable[[Row, int], Vector], at: int) -> Callable[[Row], Row]:
-        return lambda row: row.with_columns(loss_mask=row.mask & keep(row, at).astype(bool))
+    def masked(keep: Callable[[Row, int], Any], at: int) -> Callable[[Row], Row]:
+        return lambda row: row.with_columns(loss_mask=row.mask & keep(row, at))
 
-    def of_samples(row: Row, longest: int, least: int) -> Vector:
-        keep = np.zeros(row.size)
+    def of_samples(row: Row, longest: int, least: int) -> Any:
+        keep = np.zeros(row.size, bool)
         for a, b in row.samples:
             keep[a:b] = least <= b - a <= longest
         return keep
 
-    for at in range(4, 129):
-        yield Hypothesis(
-            name=f"a row is cut after {at} tokens", fix=fix, row=masked(lambda row, n: np.arange(row.size) < n, at)
-        )
-    for at in range(2, 64):
-        yield Hypothesis(
-            name=f"a sample is cut after {at} tokens",
-            fix=fix,
-            row=masked(lambda row, n: row.columns["position_ids"] < n, at),
-        )
-        yield Hypothesis(
-            name=f"samples longer than {at} tokens are left out",
-            fix=fix,
-            row=masked(lambda row, n: of_samples(row, n, 0), at),
-        )
-        yield Hypothesis(
-            name=f"samples shorter than {at} tokens are left out",
-            fix=fix,
-            row=masked(lambda row, n: of_samples(row, 10**9, n), at),
-        )
+    kinds: dict[str, tuple[range, Callable[[Row, int], Any]]] = {
+        "a row is cut after {} tokens": (range(4, 129), lambda row, n: np.arange(row.size) < n),
+        "a sample is cut after {} tokens": (range(2, 64), lambda row, n: row.columns["position_ids"] < n),
+        "samples longer than {} tokens are left out": (range(2, 64), lambda row, n: of_samples(row, n, 0)),
+        "samples shorter than {} tokens are left out": (range(2, 64), lambda row, n: of_samples(row, 10**9, n)),
+        "the first {} tokens of a sample are not trained": (
+            range(2, 64),
+            lambda row, n: row.columns["position_ids"] >= n,
+        ),
+    }
+    for name, (places, keep) in kinds.items():
+        for at in places:
+            yield Hypothesis(name=name.format(at), fix=fix, row=masked(keep, at))
 
 
 def bfloat16(values: Vector) -> Vector:
@@ -246,28 +242,30 @@ def _rounded(simulator: Simulator) -> Iterator[Hypothesis]:
         with np.errstate(over="ignore"):
             return values.astype(np.float16).astype(np.float64)
 
-    fix = "compute log-probabilities, ratios and the loss in float32"
     for name, rounded in (("bfloat16", bfloat16), ("float16", half)):
+        yield from _rounded_to(simulator, name, rounded)
+
+
+def _rounded_to(simulator: Simulator, name: str, rounded: Callable[[Vector], Vector]) -> Iterator[Hypothesis]:
+    def pushed(columns: Columns, logprobs: Vector) -> Vector:
+        return simulator.push(columns, logprobs, np.zeros_like(logprobs))[0]
+
+    pushes: dict[str, Callable[[Columns, Vector, Vector], Vector]] = {
+        "log-probabilities of the model are": lambda c, t, right: pushed(c, rounded(t)),
+        "log-probabilities are": lambda c, t, right: pushed({**c, "logprobs": rounded(c["logprobs"])}, rounded(t)),
+        "log-ratios are": lambda c, t, right: pushed(c, c["logprobs"] + rounded(t - c["logprobs"])),
+        "ratios are": lambda c, t, right: pushed(c, c["logprobs"] + np.log(rounded(np.exp(t - c["logprobs"])))),
+        "log-ratios and ratios are": lambda c, t, right: pushed(
+            c, c["logprobs"] + np.log(rounded(np.exp(rounded(t - c["logprobs"]))))
+        ),
+        "losses are": lambda c, t, right: rounded(right),
+    }
+    fix = "compute log-probabilities, ratios and the loss in float32"
+    for what, push in pushes.items():
+        yield Hypothesis(name=f"{what} rounded to {name}", fix=fix, push=push)
+    for what in ("advantages", "logprobs"):
         yield Hypothesis(
-            name=f"log-probabilities are rounded to {name}",
+            name=f"{what} of the batch are rounded to {name}",
             fix=fix,
-            push=lambda c, t, right, f=rounded: simulator.push(c, f(t), np.zeros_like(t))[0],
-        )
-        yield Hypothesis(
-            name=f"log-probabilities are rounded to {name}",
-            fix=fix,
-            push=lambda c, t, right, f=rounded: simulator.push(
-                {**c, "logprobs": f(c["logprobs"])}, f(t), np.zeros_like(t)
-            )[0],
-        )
-        yield Hypothesis(name=f"ratios are rounded to {name}", fix=fix, push=lambda c, t, right, f=rounded: f(right))
-        yield Hypothesis(
-            name=f"advantages are rounded to {name}",
-            fix=fix,
-            row=column("advantages", lambda a, row, f=rounded: f(a)),
-        )
-        yield Hypothesis(
-            name=f"logprobs of the sampler are rounded to {name}",
-            fix=fix,
-            row=column("logprobs", lambda s, row, f=rounded: f(s)),
+            row=column(what, lambda values, row: rounded(values)),
         )

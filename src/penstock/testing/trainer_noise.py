@@ -1,13 +1,14 @@
 """Separates what is random in a trainer from what is wrong: the same step is trained several times.
 
-    1, 2, 3 times the first gradient        gradients are not cleared
-    every time further away                 weights move, or something remembers earlier steps
-    scattered around a mean                 noise: dropout, a random factor. The mean of several runs is then judged,
-                                            with a tolerance that is wider than the noise
+1, 2, 3 times the first gradient        gradients are not cleared
+every time further away                 weights move, or something remembers earlier steps
+scattered around a mean                 noise: dropout, a random factor. The mean of several runs is then judged,
+                                        with a tolerance that is wider than the noise
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -77,7 +78,9 @@ def _classified(runs: Sequence[Vector], expected: Vector | None) -> tuple[Findin
     first = runs[0]
     size = float(first @ first) or 1e-300
     factors = np.array([float(one @ first) / size for one in runs])
-    parallel = all(_length(one - factor * first) < 1e-3 * _length(one) for one, factor in zip(runs, factors, strict=True))
+    parallel = all(
+        _length(one - factor * first) < 1e-3 * _length(one) for one, factor in zip(runs, factors, strict=True)
+    )
     steps = [runs[i + 1] - runs[i] for i in range(len(runs) - 1)]
     same = all(_length(one - steps[0]) < 1e-2 * _length(steps[0]) for one in steps)
     if same and (_cosine(steps[0], first if expected is None else expected) > 0.99):
@@ -92,8 +95,10 @@ def _classified(runs: Sequence[Vector], expected: Vector | None) -> tuple[Findin
     spread = max(_length(one - first) for one in runs) / max(_length(first), 1e-300)
     # Independent runs are as far from the first as from each other. What moves on is further away every time.
     away = [_length(one - first) for one in runs[1:]]
-    if all(later > earlier for earlier, later in zip(away[:-1], away[1:], strict=True)):
-        return _remembers(f"the same step in turn gives gradients that move on, by {spread:.1%} in {len(runs)} runs"), True
+    if all(later > earlier for earlier, later in itertools.pairwise(away)):
+        return _remembers(
+            f"the same step in turn gives gradients that move on, by {spread:.1%} in {len(runs)} runs"
+        ), True
     what = "one random factor for all parameters" if parallel else "dropout, or another random part of the model"
     return (
         Finding(

@@ -1,4 +1,4 @@
-"""The reference of `penstock.testing.trainer`: log-probabilities and their gradients, one sequence at a time, in float64.
+"""The reference of `penstock.testing.trainer`: log-probabilities of one sequence, and their gradients, in float64.
 
 It has nothing in common with a trainer: no rows, no packing, no padding, no micro-batches, no shift over a boundary. A
 sequence goes through the user's own forward pass alone. `pull` multiplies the gradients of its log-probabilities with
@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,12 +71,29 @@ class Flat:
         for name, at in self.slices.items():
             if name not in gradients:
                 continue
-            values = gradients[name].reshape(-1)
+            values: NDArray[Any] = gradients[name].reshape(-1)
             if name in self._sketch:
                 buckets, signs = self._sketch[name]
                 values = np.bincount(buckets, weights=values * signs, minlength=at.stop - at.start)
             out[at] = values
         return out
+
+
+class Passes(Protocol):
+    """Gives log-probabilities of sequences, and gradients of them."""
+
+    @property
+    def flat(self) -> Flat: ...
+
+    def logprobs(self, sequence: Sequence1) -> Vector: ...
+
+    def entropies(self, sequence: Sequence1) -> Vector: ...
+
+    def pull(self, sequence: Sequence1, coefficients: Vector) -> Vector: ...
+
+    def pull_entropy(self, sequence: Sequence1, coefficients: Vector) -> Vector: ...
+
+    def weights(self) -> Vector: ...
 
 
 class Reference:
@@ -161,8 +178,8 @@ class Reference:
     def _run(self, sequence: Sequence1) -> tuple[Any, Any]:
         torch, shift = self._torch, sequence.shift
         ids = torch.from_numpy(sequence.token_ids)
-        logits = self._forward(self._model, ids, torch.from_numpy(sequence.positions))
-        logits = getattr(logits, "logits", logits).double().reshape(len(ids), -1)
+        out: Any = self._forward(self._model, ids, torch.from_numpy(sequence.positions))
+        logits = (out.logits if hasattr(out, "logits") else out).double().reshape(len(ids), -1)
         scaled = (logits / torch.from_numpy(sequence.temperatures)[:, None].roll(-shift, 0)).log_softmax(-1)
         filler = scaled.new_full((min(shift, len(ids)),), -math.log(scaled.shape[-1]))
         kept = max(len(ids) - shift, 0)

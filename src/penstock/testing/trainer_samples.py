@@ -7,11 +7,12 @@ on both sides of usual clips. Values of columns at untrained tokens are large an
     pattern    ...###....##...####     # is a trained token, . is context
 """
 
+# ruff: noqa: ARG005   (functions of one kind have one signature, whether or not they need all of it)
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +102,7 @@ class Samples:
         for token in self.special:
             shapes[f"id {token}"] = Shape(pattern="..#####..###", advantages=-1.1, special=token)
         self.shapes = shapes
-        self.made: Mapping[str, Sample] = {name: self.make(name, shape) for name, shape in shapes.items()}
+        self.made: dict[str, Sample] = {name: self.make(name, shape) for name, shape in shapes.items()}
 
     def make(self, name: str, shape: Shape) -> Sample:
         rng = np.random.default_rng([len(name), *name.encode()])
@@ -138,7 +139,7 @@ class Samples:
         return ids.astype(np.int64)
 
     def probe(self, stage: str, what: str, names: Sequence[str], **packing: Any) -> Probe:
-        samples = []
+        samples: list[Sample] = []
         for name in names:
             made = self.made[name]
             again = sum(sample.id.startswith(name) for sample in samples)

@@ -8,6 +8,7 @@
 A `Hypothesis` is a bug in this form. Several can be applied at once.
 """
 
+# ruff: noqa: ARG001   (functions of one kind have one signature, whether or not they need all of it)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.packing import MicroBatch, Step
-from penstock.testing.trainer_reference import Reference, Sequence1, Vector
+from penstock.testing.trainer_reference import Passes, Sequence1, Vector
 
 Columns: TypeAlias = Mapping[str, NDArray[Any]]
 Per: TypeAlias = Literal["token", "sample"]
@@ -137,7 +138,7 @@ class Hypothesis:
 class Simulator:
     """Predicts gradients of steps."""
 
-    reference: Reference
+    reference: Passes
     push: Push
     per: Per
     _rows: dict[int, tuple[Step, Rows]] = field(default_factory=dict)
