@@ -103,6 +103,7 @@ def check(
     tolerance: float = 1e-3,
     columns: Collection[str] = ("temperatures",),
     special_ids: Sequence[int] = (),
+    ranks: Collection[int] = (2, 3, 4),
 ) -> Report:
     """Train some fifty tiny steps with `step_fn`, each from the same weights, and report what is wrong with them.
 
@@ -115,6 +116,7 @@ def check(
     (`step.denominators.samples`), each a mean over its own tokens. `tolerance` is the relative difference that is
     accepted: 1e-3 suits float32, bfloat16 needs about 3e-2. `columns` are the optional columns that the trainer uses:
     temperatures, teacher_logprobs, rl_weights. `special_ids` (EOS, padding) appear among the trained tokens.
+    `ranks` are the numbers of ranks that the step function can train, beside one.
 
     The trainer must compute what it computes in training, except for what is random or clips gradients: no dropout, no
     clipping, no optimizer step. Auxiliary losses over a batch (load balancing of experts) must be off.
@@ -134,6 +136,7 @@ def check(
             tolerance=tolerance,
             columns=columns,
             special_ids=special_ids,
+            ranks=ranks,
         )
         return _report(runner, findings, noise, "itself")
     reference = Reference(model, forward)
@@ -144,7 +147,7 @@ def check(
         return reference.logprobs(Sequence1(token_ids=ids, positions=np.arange(len(ids)), temperatures=temperatures))
 
     samples = Samples(logprobs, vocabulary=vocabulary, columns=columns, special_ids=special_ids)
-    probes = samples.probes()
+    probes = samples.probes(ranks)
     first = next(probe for probe in probes if "turns" in probe.what)
     noise = measure_noise(runner, first, tolerance, simulator.gradient(first.step))
     if noise.blocks:

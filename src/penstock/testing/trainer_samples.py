@@ -150,14 +150,18 @@ class Samples:
         settings = {"seq_len": LONGEST, "micro_batch_max_tokens": 2 * LONGEST, "long_rows": True, "ranks": 1, **packing}
         return pack(samples, **settings)
 
-    def probes(self) -> list[Probe]:
+    def probes(self, ranks: Collection[int]) -> list[Probe]:
         alone = [name for name, shape in self.shapes.items() if "#" in shape.pattern]
         return [
             *(self.probe("alone", f"the sample {name!r} alone", [name]) for name in alone),
             *(self.probe("padded", what, names, **packing) for what, names, packing in _PADDED),
             *(self.probe("row", what, names, **packing) for what, names, packing in _ROWS),
             *(self.probe("micro-batches", what, names, **packing) for what, names, packing in _MICRO_BATCHES),
-            *(self.probe("ranks", what, names, **packing) for what, names, packing in _RANKS),
+            *(
+                self.probe("ranks", what, names, **packing)
+                for what, names, packing in _RANKS
+                if packing["ranks"] in ranks
+            ),
         ]
 
 

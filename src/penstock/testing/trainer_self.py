@@ -110,11 +110,12 @@ def check_itself(
     tolerance: float,
     columns: Collection[str],
     special_ids: Sequence[int],
+    ranks: Collection[int],
 ) -> tuple[list[Finding], Noise]:
     """Return what is wrong. `flat` returns how the runner writes gradients, once it has run."""
     samples = Samples(uniform(vocabulary), vocabulary=vocabulary, columns=columns, special_ids=special_ids)
     _avoid_clips(run, samples, vocabulary)
-    probes = samples.probes()
+    probes = samples.probes(ranks)
     noise = measure_noise(run, next(probe for probe in probes if "turns" in probe.what), tolerance)
     if not np.any(noise.first) or not np.isfinite(noise.first).all():
         what = "zero" if not np.any(noise.first) else "not finite"
