@@ -185,7 +185,8 @@ class Judge:
         return replace(finding, found=f"explains most of {len(wrong)} wrong steps, not all; {finding.found}")
 
     def _finding(self, bug: Hypothesis, also: tuple[str, ...], wrong: Sequence[Measured]) -> Finding:
-        worst = max(wrong, key=lambda one: min(one.error, 1e9))
+        # The simplest steps that show it: later ones may show another bug as well.
+        worst = max((one for one in wrong if one.probe.stage == wrong[0].probe.stage), key=lambda one: one.error)
         stages = ", ".join(dict.fromkeys(one.probe.stage for one in wrong))
         found = (
             f"changes the gradient in {len(wrong)} of {len(self._measured)} steps ({stages}), most in "
