@@ -33,7 +33,7 @@ from penstock.testing.trainer_judge import Finding, Judge
 from penstock.testing.trainer_measure import measure, wrong_losses
 from penstock.testing.trainer_noise import Noise, measure_noise
 from penstock.testing.trainer_reference import Flat, Forward, Reference, Sequence1, Vector, matched
-from penstock.testing.trainer_samples import Samples
+from penstock.testing.trainer_samples import Options, Samples
 from penstock.testing.trainer_self import check_itself
 from penstock.testing.trainer_simulated import Per, Simulator, push_of
 
@@ -126,34 +126,36 @@ def check(
     if (model is None) != (loss is None):
         given, missing = ("model", "loss") if loss is None else ("loss", "model")
         raise InvalidInput(f"{given} without {missing}; pass both to compare with a reference, or neither")
+    options = Options(
+        vocabulary=vocabulary,
+        per=per,
+        tolerance=tolerance,
+        columns=columns,
+        special_ids=tuple(special_ids),
+        ranks=ranks,
+    )
     if model is None:
         runner = Runner(step_fn, None)
-        findings, noise = check_itself(
-            runner,
-            runner.flat,
-            vocabulary=vocabulary,
-            per=per,
-            tolerance=tolerance,
-            columns=columns,
-            special_ids=special_ids,
-            ranks=ranks,
-        )
+        findings, noise = check_itself(runner, runner.flat, options)
         return _report(runner, findings, noise, "itself")
-    reference = Reference(model, forward)
+    return _check_with_reference(step_fn, Reference(model, forward), loss, options)
+
+
+def _check_with_reference(step_fn: StepFunction, reference: Reference, loss: Any, options: Options) -> Report:
     runner = Runner(step_fn, reference)
-    simulator = Simulator(reference=reference, push=push_of(loss), per=per)
+    simulator = Simulator(reference=reference, push=push_of(loss), per=options.per)
 
     def logprobs(ids: NDArray[np.int64], temperatures: Vector) -> Vector:
         return reference.logprobs(Sequence1(token_ids=ids, positions=np.arange(len(ids)), temperatures=temperatures))
 
-    samples = Samples(logprobs, vocabulary=vocabulary, columns=columns, special_ids=special_ids)
-    probes = samples.probes(ranks)
+    samples = Samples(logprobs, options)
+    probes = samples.probes()
     first = next(probe for probe in probes if "turns" in probe.what)
-    noise = measure_noise(runner, first, tolerance, simulator.gradient(first.step))
+    noise = measure_noise(runner, first, options.tolerance, simulator.gradient(first.step))
     if noise.blocks:
         return _report(runner, noise.findings, noise, "reference")
     measured = measure(runner, simulator, probes, noise)
-    allowed = max(tolerance, 5 * noise.level)
+    allowed = max(options.tolerance, 5 * noise.level)
     judge = Judge(
         simulator,
         measured,
@@ -165,7 +167,7 @@ def check(
     findings = [*noise.findings, *judge.findings()]
     findings += noise.later(runner, allowed)
     if not findings:
-        findings = wrong_losses(measured, per, 10 * tolerance)
+        findings = wrong_losses(measured, options.per, 10 * options.tolerance)
     return _report(runner, findings, noise, "reference")
 
 

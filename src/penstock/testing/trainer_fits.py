@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.testing.trainer_bugs import column
+from penstock.testing.trainer_bugs_loss import column
 from penstock.testing.trainer_reference import Vector
 from penstock.testing.trainer_samples import Probe
 from penstock.testing.trainer_simulated import Columns, Hypothesis, Row, Simulator

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,14 +90,25 @@ class Probe:
     step: Step
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What `check` was called with."""
+
+    vocabulary: int
+    per: Literal["token", "sample"]
+    tolerance: float
+    columns: Collection[str]
+    special_ids: tuple[int, ...]
+    ranks: Collection[int]
+
+
 class Samples:
     """Makes the samples of `SHAPES` for a vocabulary, from log-probabilities that make the ratios come true."""
 
-    def __init__(
-        self, logprobs: Logprobs, *, vocabulary: int, columns: Collection[str], special_ids: Sequence[int]
-    ) -> None:
-        self._logprobs, self._vocabulary, self._columns = logprobs, vocabulary, columns
-        self.special = tuple(dict.fromkeys((0, 1, 2, vocabulary - 1, *special_ids)))
+    def __init__(self, logprobs: Logprobs, options: Options) -> None:
+        self._logprobs, self._vocabulary, self._columns = logprobs, options.vocabulary, options.columns
+        self._ranks = options.ranks
+        self.special = tuple(dict.fromkeys((0, 1, 2, options.vocabulary - 1, *options.special_ids)))
         shapes = dict(SHAPES)
         for token in self.special:
             shapes[f"id {token}"] = Shape(pattern="..#####..###", advantages=-1.1, special=token)
@@ -150,7 +161,7 @@ class Samples:
         settings = {"seq_len": LONGEST, "micro_batch_max_tokens": 2 * LONGEST, "long_rows": True, "ranks": 1, **packing}
         return pack(samples, **settings)
 
-    def probes(self, ranks: Collection[int]) -> list[Probe]:
+    def probes(self) -> list[Probe]:
         alone = [name for name, shape in self.shapes.items() if "#" in shape.pattern]
         return [
             *(self.probe("alone", f"the sample {name!r} alone", [name]) for name in alone),
@@ -160,7 +171,7 @@ class Samples:
             *(
                 self.probe("ranks", what, names, **packing)
                 for what, names, packing in _RANKS
-                if packing["ranks"] in ranks
+                if packing["ranks"] in self._ranks
             ),
         ]
 

@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 
 from penstock.arrays import Sample
 from penstock.errors import InvalidInput
-from penstock.testing.trainer_bugs import spans_of
 from penstock.testing.trainer_judge import Finding, Judge
 from penstock.testing.trainer_measure import measure, wrong_losses
 from penstock.testing.trainer_noise import Noise, Run, measure_noise
 from penstock.testing.trainer_reference import Flat, Sequence1, Vector
-from penstock.testing.trainer_samples import Samples, uniform
-from penstock.testing.trainer_simulated import Columns, Per, Simulator
+from penstock.testing.trainer_samples import Options, Samples, uniform
+from penstock.testing.trainer_simulated import Columns, Simulator, spans_of
 
 _MASK = "loss_mask[t] is about token t, whose prediction stands at t - 1: shift logits, not the mask"
 
@@ -104,18 +103,13 @@ def _key(sample: Sample) -> bytes:
 def check_itself(
     run: Run,
     flat: Callable[[], Flat],
-    *,
-    vocabulary: int,
-    per: Per,
-    tolerance: float,
-    columns: Collection[str],
-    special_ids: Sequence[int],
-    ranks: Collection[int],
+    options: Options,
 ) -> tuple[list[Finding], Noise]:
     """Return what is wrong. `flat` returns how the runner writes gradients, once it has run."""
-    samples = Samples(uniform(vocabulary), vocabulary=vocabulary, columns=columns, special_ids=special_ids)
+    vocabulary, tolerance, per = options.vocabulary, options.tolerance, options.per
+    samples = Samples(uniform(vocabulary), options)
     _avoid_clips(run, samples, vocabulary)
-    probes = samples.probes(ranks)
+    probes = samples.probes()
     noise = measure_noise(run, next(probe for probe in probes if "turns" in probe.what), tolerance)
     if not np.any(noise.first) or not np.isfinite(noise.first).all():
         what = "zero" if not np.any(noise.first) else "not finite"
@@ -135,7 +129,7 @@ def check_itself(
     judged = Judge(simulator, measured, train, tolerance=tolerance, special_ids=samples.special).findings()
     if not judged or not judged[0].known:
         # Sums cannot tell what is wrong with every token alone, and are confused by it.
-        judged = next(([one] for one in _experiments(run, samples, units, tolerance, columns)), judged)
+        judged = next(([one] for one in _experiments(run, samples, units, tolerance, options.columns)), judged)
     later = noise.later(run, tolerance)
     return judged or later or wrong_losses(measured, per, 10 * tolerance), noise
 

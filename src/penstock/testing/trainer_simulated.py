@@ -23,6 +23,7 @@ from penstock.testing.trainer_reference import Passes, Sequence1, Vector
 
 Columns: TypeAlias = Mapping[str, NDArray[Any]]
 Per: TypeAlias = Literal["token", "sample"]
+Mask: TypeAlias = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,18 @@ class Row:
         bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))
         samples = () if batch.is_dummy else bounds[: batch.sample_count]
         return Row(columns=columns, bounds=bounds, samples=samples, dummy=batch.is_dummy)
+
+
+def spans_of(mask: Mask) -> list[tuple[int, int]]:
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(int)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def spread(values: Vector, row: Row, pick: Callable[[Vector], float]) -> Vector:
+    out = values.copy()
+    for a, b in row.samples:
+        out[a:b] = pick(values[a:b])
+    return out
 
 
 Rows: TypeAlias = tuple[tuple["Row", ...], ...]
