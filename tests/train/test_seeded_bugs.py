@@ -117,7 +117,7 @@ NAMED = {
     "values clipped": "values of the gradient are clipped to 0.05 on each rank",
     "gradient clipped to norm 1": "the gradient is clipped to the norm 1",
     "gradients not cleared": "gradients are not cleared between steps",
-    "optimizer step inside": "the gradient depends on earlier steps",
+    "optimizer step inside": "the gradient depends on earlier steps, or on chance",
     "noise of 1 %": "the gradient is random",
     "dropout": "the gradient is random",
     "loss of the last micro-batch": "the loss that is returned is wrong",

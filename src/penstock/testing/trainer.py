@@ -30,7 +30,7 @@ from penstock.client import SourceStep
 from penstock.errors import InvalidInput
 from penstock.packing import Step
 from penstock.testing.trainer_judge import Finding, Judge
-from penstock.testing.trainer_measure import measure, wrong_losses
+from penstock.testing.trainer_measure import measure, rerun, wrong_losses
 from penstock.testing.trainer_noise import Noise, measure_noise
 from penstock.testing.trainer_reference import Flat, Forward, Reference, Sequence1, Vector, matched
 from penstock.testing.trainer_samples import Options, Samples
@@ -164,8 +164,8 @@ def _check_with_reference(step_fn: StepFunction, reference: Reference, loss: Any
         special_ids=samples.special,
         loss=loss,
     )
-    findings = [*noise.findings, *judge.findings()]
-    findings += noise.later(runner, allowed)
+    # What is left to chance comes first: the rest may follow from it.
+    findings = [*noise.findings, *noise.later(runner, allowed, rerun(measured)), *judge.findings()]
     if not findings:
         findings = wrong_losses(measured, options.per, 10 * options.tolerance)
     return _report(runner, findings, noise, "reference")

@@ -22,7 +22,7 @@ _CLIP = "take the smaller of ratio * advantage and clipped ratio * advantage"
 def column(name: str, change: Callable[[Vector, Row], Vector]) -> Callable[[Row], Row]:
     """Return a change of one column of a row, where it has it."""
 
-    return lambda row: row.with_columns(**{name: change(row.columns[name], row)})
+    return lambda row: row.with_columns(**{name: change(row.columns[name], row)}) if name in row.columns else row
 
 
 def advantage_bugs() -> list[Hypothesis]:
@@ -160,7 +160,15 @@ def ratio_bugs(low: float, high: float) -> list[Hypothesis]:
         for name, change in ratios.items()
         if "sample" in name
     ]
-    return found + [Hypothesis(name=name, fix=_RATIO, row=column("logprobs", fn)) for name, fn in changes.items()]
+    found += [Hypothesis(name=name, fix=_RATIO, row=column("logprobs", fn)) for name, fn in changes.items()]
+    for name in ("rl_weights", "ce_weights", "ref_kl_weights", "teacher_logprobs"):
+        fix = f"{name}[t] belongs to token t"
+        found += [
+            Hypothesis(name=f"{name} are ignored", fix=fix, row=column(name, lambda v, row: v * 0 + 1)),
+            Hypothesis(name=f"{name} of the token before", fix=fix, row=column(name, lambda v, row: np.roll(v, 1))),
+            Hypothesis(name=f"{name} of the token after", fix=fix, row=column(name, lambda v, row: np.roll(v, -1))),
+        ]
+    return found
 
 
 def _form(change: Form) -> Callable[[Columns, Vector, Vector], Vector]:
@@ -223,6 +231,8 @@ def _forms_of_ratio(low: float, high: float) -> dict[str, Form]:
     }
     for cap in _CAPS:
         ratios[f"ratios above {cap:g} are cut to it as constants"] = _capped(cap)
+        ratios[f"ratios above {cap:g} are cut to it, and nothing else is clipped"] = _clip(10.0, cap - 1)
+        ratios[f"ratios above {cap:g} are left out for both signs, and nothing else is clipped"] = _below(cap)
         ratios[f"ratios above {cap:g} are left out"] = _left_out(cap, low, high, both=True)
     return ratios
 
@@ -230,6 +240,10 @@ def _forms_of_ratio(low: float, high: float) -> dict[str, Form]:
 _CAPS = (1.0, 2.0, 3.0, 5.0, 10.0)
 _USUAL = ((0.1, 0.1), (0.2, 0.28), (0.3, 0.3), (0.28, 0.2), (0.2, 0.3), (0.5, 0.5), (0.2, 0.2), (0.02, 0.02))
 """Clips that trainers have as defaults."""
+
+
+def _below(cap: float) -> Form:
+    return lambda a, r, m: -a * r * (r <= cap)
 
 
 def _capped(cap: float) -> Form:

@@ -9,6 +9,7 @@ import numpy as np
 from penstock.testing.trainer_fits import Measured
 from penstock.testing.trainer_judge import Finding
 from penstock.testing.trainer_noise import Noise, Run
+from penstock.testing.trainer_reference import Vector
 from penstock.testing.trainer_samples import Probe
 from penstock.testing.trainer_simulated import Per, Simulator
 
@@ -26,6 +27,12 @@ def measure(runner: Run, simulator: Simulator, probes: Sequence[Probe], noise: N
         loss = float(np.mean([loss for loss, _ in results]))
         found.append(Measured(probe=probe, loss=loss, gradient=gradient, expected=right, scale=scale))
     return found
+
+
+def rerun(measured: Sequence[Measured]) -> list[tuple[Probe, Vector]]:
+    """Return the steps to train once more, with their gradients: those of several micro-batches."""
+    stages = ("micro-batches", "ranks")
+    return [(m.probe, m.gradient) for m in measured if m.probe.stage in stages and np.isfinite(m.gradient).all()]
 
 
 def wrong_losses(measured: Sequence[Measured], per: Per, tolerance: float) -> list[Finding]:

@@ -38,15 +38,15 @@ class Noise:
     first: Vector
     probe: Probe
 
-    def later(self, run: Run, tolerance: float) -> list[Finding]:
-        """Train the first step again after all others: state that outlives a step shows."""
+    def later(self, run: Run, tolerance: float, before: Sequence[tuple[Probe, Vector]]) -> list[Finding]:
+        """Train the first step and some others again: state that outlives a step shows, and what is random at times."""
         if self.findings:
             return []
-        again = run(self.probe.step)[1]
-        gap = _length(again - self.first) / max(_length(self.first), 1e-300)
-        if gap <= tolerance:
-            return []
-        return [_remembers(f"the first step, trained again after all others, differs by {gap:.1%}")]
+        for probe, earlier in ((self.probe, self.first), *before):
+            gap = _length(run(probe.step)[1] - earlier) / max(_length(earlier), 1e-300)
+            if gap > tolerance:
+                return [_remembers(f"{probe.what}, trained again after all others, differs by {gap:.1%}")]
+        return []
 
 
 def measure_noise(run: Run, probe: Probe, tolerance: float, expected: Vector | None = None) -> Noise:
@@ -113,7 +113,7 @@ def _classified(runs: Sequence[Vector], expected: Vector | None) -> tuple[Findin
 
 def _remembers(found: str) -> Finding:
     return Finding(
-        bug="the gradient depends on earlier steps",
+        bug="the gradient depends on earlier steps, or on chance",
         found=found,
         fix="start every step from the same weights, without an optimizer step, momentum or running means",
     )

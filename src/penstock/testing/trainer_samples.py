@@ -177,6 +177,10 @@ class Samples:
 
 
 _Steps = tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...]
+_ALL = (
+    "plain", "down", "turns", "tools", "single", "short", "zero", "clipped up", "clipped down", "warm", "cool", "long",
+    "untrained", "id 2",
+)  # fmt: skip
 _MANY = ("plain", "down", "turns", "tools", "single", "long", "warm", "zero")
 
 _PADDED: _Steps = (
@@ -193,6 +197,7 @@ _ROWS: _Steps = (
     ("clipped samples in a row", ("clipped up", "clipped down", "big"), {}),
     ("the same sample three times", ("tools", "tools", "tools"), {}),
     ("a row of eight samples", ("id 0", "turns", "tools", "plain", "warm", "down", "short", "single"), {}),
+    ("a row of 123 tokens", ("long", "turns", "tools", "warm", "zero", "plain", "cool", "single"), {}),
 )
 _MICRO_BATCHES: _Steps = (
     ("one sample in each of three micro-batches", ("plain", "turns", "down"), {"max_samples": 1}),
@@ -207,6 +212,7 @@ _RANKS: _Steps = (
     ("two ranks with two micro-batches each", _MANY[:6], {"ranks": 2, "max_samples": 2, "pad_to_multiple_of": 8}),
     ("two ranks with a row each", ("long", "down", "plain", "tools"), {"ranks": 2}),
     ("three ranks", ("down", "single", "tools", "turns"), {"ranks": 3, "max_samples": 1}),
+    ("fourteen samples on two ranks", _ALL, {"ranks": 2, "pad_to_multiple_of": 8}),
     ("a rank with a dummy micro-batch only", ("turns",), {"ranks": 2}),
     ("four ranks, two with dummies", ("plain", "warm"), {"ranks": 4, "max_samples": 1}),
 )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from penstock.arrays import Sample
 from penstock.errors import InvalidInput
 from penstock.testing.trainer_judge import Finding, Judge
-from penstock.testing.trainer_measure import measure, wrong_losses
+from penstock.testing.trainer_measure import measure, rerun, wrong_losses
 from penstock.testing.trainer_noise import Noise, Run, measure_noise
 from penstock.testing.trainer_reference import Flat, Sequence1, Vector
 from penstock.testing.trainer_samples import Options, Samples, uniform
@@ -130,7 +130,7 @@ def check_itself(
     if not judged or not judged[0].known:
         # Sums cannot tell what is wrong with every token alone, and are confused by it.
         judged = next(([one] for one in _experiments(run, samples, units, tolerance, options.columns)), judged)
-    later = noise.later(run, tolerance)
+    later = noise.later(run, tolerance, rerun(measured))
     return judged or later or wrong_losses(measured, per, 10 * tolerance), noise
 
 
