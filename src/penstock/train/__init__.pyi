@@ -6,7 +6,10 @@ from penstock.train.loader import as_it_is as as_it_is
 from penstock.train.loader import step_loader as step_loader
 from penstock.train.logits import token_logprobs as token_logprobs
 from penstock.train.loss import Dppo as Dppo
+from penstock.train.loss import Ipo as Ipo
 from penstock.train.loss import Loss as Loss
+from penstock.train.loss import PpoClip as PpoClip
+from penstock.train.loss import Sft as Sft
 from penstock.train.loss import measure_gap as measure_gap
 from penstock.train.materialize import MaskSample as MaskSample
 from penstock.train.materialize import Materializer as Materializer
