@@ -105,7 +105,7 @@ def check(
     special_ids: Sequence[int] = (),
     ranks: Collection[int] = (2, 3, 4),
 ) -> Report:
-    """Train some fifty tiny steps with `step_fn`, each from the same weights, and report what is wrong with them.
+    """Train some sixty tiny steps with `step_fn`, each from the same weights, and report what is wrong with them.
 
     `vocabulary` is the model's number of token ids. `model` is the model as the step function begins with it, or a
     function that makes it; `forward(model, token_ids, position_ids)` returns the logits [T, V] of one sequence, if
