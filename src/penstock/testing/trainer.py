@@ -109,7 +109,7 @@ def check(
 
     `vocabulary` is the model's number of token ids. `model` is the model as the step function begins with it, or a
     function that makes it; `forward(model, token_ids, position_ids)` returns the logits [T, V] of one sequence, if
-    calling the model does not. `loss` is what the trainer is meant to compute: one of the losses of `penstock.train`, or a
+    calling the model does not. `loss` is what the trainer is meant to compute: a loss of `penstock.train`, or a
     function `(columns, logprobs, entropy)` that returns the loss of each token of one sample.
 
     `per` is what the loss is a mean over: the trained tokens of the step (`step.loss_tokens`), or its samples
