@@ -142,6 +142,8 @@ DEEP = {
     "train/test_loss_logits.py::test_gradients_of_both_results_are_exact",
     "train/test_teacher_kl.py::test_gradients_are_exact",
     "train/test_trainer.py",
+    "train/test_seeded_bugs.py",
+    "train/test_trainer_kit.py",
 }
 """Modules and tests that take long in one process: simulations, searches, statistics, models, large packages to import.
 

@@ -1,22 +1,20 @@
-"""A conformance test for trainers: which of the field's published bugs does yours have?
+"""A conformance test for trainers: is the gradient right, and if not, which bug explains it?
 
     from penstock.testing.trainer import check, each_rank
+    from penstock.train import Grpo
 
     def step_fn(step, world):                  # one rank's step, as `source.step()` returns it
         ...                                    # forward and backward of all micro-batches
-        return loss, gradients                 # before clipping and before the optimizer
-    report = check(each_rank(step_fn), vocabulary=len(tokenizer))
+        return loss, gradients                 # by parameter name, before clipping and before the optimizer
+    report = check(each_rank(step_fn), vocabulary=len(tokenizer), model=model, loss=Grpo())
     assert report.ok, report
 
-The check needs to know nothing about the model or the loss. If a loss is summed over tokens and divided by a count of
-the step, the gradient of a step is the weighted mean of the gradients of its samples. So every sample is first trained
-alone. Then the same samples are trained together: in one row, in several, with padding, on two ranks. The weights that
-result, and the part of the gradient that is no weighted mean, tell the bugs apart. For a value that must not matter,
-the check changes it and expects the same gradient:
+With `model` and `loss` the check knows what every gradient should be: each sample goes through the model alone, in
+float64, and the loss is computed token by token. Tiny steps are trained, from one sample alone to several ranks, and
+compared. Where they differ, the check simulates a catalogue of bugs and names the one that predicts what was measured.
 
-    alone      small (2 trained tokens) -> gradient g1        large (4 trained tokens) -> gradient g2
-    together   expected 1/3 g1 + 2/3 g2. A trainer that averages per micro-batch gives 1/2 g1 + 1/2 g2; attention across
-               the boundary leaves a rest that is neither.
+Without them it can only compare the trainer with itself: the gradient of a step has to be the weighted mean of the
+gradients of its samples, and of its tokens, each trained alone. See `trainer_self`.
 """
 
 from __future__ import annotations
@@ -31,7 +29,13 @@ from numpy.typing import NDArray
 from penstock.client import Step
 from penstock.errors import InvalidInput
 from penstock.packing import PackedStep
-from penstock.testing.trainer_probes import PROBES, Trained, Trial
+from penstock.testing.trainer_judge import Finding, Judge
+from penstock.testing.trainer_measure import measure, rerun, wrong_losses
+from penstock.testing.trainer_noise import Noise, measure_noise
+from penstock.testing.trainer_reference import Flat, Forward, Reference, Sequence1, Vector, matched
+from penstock.testing.trainer_samples import Options, Samples
+from penstock.testing.trainer_self import check_itself
+from penstock.testing.trainer_simulated import Per, Simulator, push_of
 
 Gradients: TypeAlias = Mapping[str, Any] | Sequence[Any]
 """Arrays or tensors, by parameter or in one order."""
@@ -41,28 +45,32 @@ RankFunction: TypeAlias = Callable[[Step, int], tuple[Any, Gradients]]
 """Trains on one rank's part of a step; the second argument is the number of ranks. Returns the value that backward was
 called on, and its gradients."""
 
-BUGS = tuple(probe.bug for probe in PROBES)
-"""The bugs a report may name."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    bug: str
-    """One of BUGS."""
-    found: str
-    """What the trainer did, with the values."""
-    fix: str
-
-    def __str__(self) -> str:
-        return f"{self.bug}: {self.found}; {self.fix}"
+NOT_SEEN = (
+    "what happens after the gradients: clipping, the optimizer, its schedule, saving and publishing weights",
+    "whether advantages, log-probabilities and masks are right when they reach the trainer",
+    "what the probes do not have: images, routed experts, more than 64 tokens in a sample or 4 ranks",
+    "differences below the tolerance, and clips that no probe reaches",
+)
+"""Classes of bugs that are out of reach with `model` and `loss`."""
+NOT_SEEN_WITHOUT_MODEL = (
+    "what is wrong with every token in the same way: the sign, a constant factor, an added term, frozen parameters",
+    "another loss than the one that is meant: ratios, clips, how temperatures enter",
+    "another forward pass than the one that is meant: weights, positions of a sample alone, no shift",
+    "a factor that depends on the sample alone, such as the root of its length",
+    *NOT_SEEN,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report:
     findings: tuple[Finding, ...]
-    not_judged: dict[str, str]
-    """Bug -> the bug that hides it. It can be judged once that one is fixed."""
-    judged: tuple[str, ...]
+    steps: int
+    """Steps that were trained."""
+    noise: float
+    """Relative difference between repetitions of one step; 0 for a trainer that repeats itself."""
+    compared_with: Literal["reference", "itself"]
+    not_seen: tuple[str, ...]
+    """Classes of bugs that this check cannot see."""
 
     @property
     def ok(self) -> bool:
@@ -74,10 +82,11 @@ class Report:
         return tuple(finding.bug for finding in self.findings)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.findings)} of {len(self.judged)} judged bugs found"]
-        lines += [f"  FOUND       {finding}" for finding in self.findings]
-        lines += [f"  not judged  {bug}: first remove {other!r}" for bug, other in self.not_judged.items()]
-        lines += [f"  free of     {bug}" for bug in self.judged if bug not in self.bugs]
+        what = "the reference" if self.compared_with == "reference" else "the trainer's own gradients"
+        verdict = f"{len(self.findings)} findings" if self.findings else "ok"
+        lines = [f"{verdict}: {self.steps} steps, compared with {what}, noise {self.noise:.2g}"]
+        lines += [f"  FOUND     {finding}" for finding in self.findings]
+        lines += [f"  not seen  {what}" for what in self.not_seen]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -86,41 +95,80 @@ class Report:
 def check(
     step_fn: StepFunction,
     *,
-    vocabulary: int = 8,
-    per: Literal["token", "sample"] = "token",
+    vocabulary: int,
+    model: Any = None,
+    loss: Any = None,
+    forward: Forward | None = None,
+    per: Per = "token",
     tolerance: float = 1e-3,
-    without: Collection[str] = (),
+    columns: Collection[str] = ("temperatures",),
+    special_ids: Sequence[int] = (),
+    ranks: Collection[int] = (2, 3, 4),
 ) -> Report:
-    """Train about forty tiny steps with `step_fn`, each from the same weights, and report its bugs.
+    """Train some sixty tiny steps with `step_fn`, each from the same weights, and report what is wrong with them.
 
-    `vocabulary` is the model's number of token ids. `per` is what the loss is a mean over: the trained tokens of the
-    step (`step.loss_tokens`), or its samples (`step.denominators.samples`), each a mean over its own tokens. A
-    `tolerance` of 1e-3 suits float32; bfloat16 needs about 3e-2. Bugs in `without` are not looked for: a trainer that
-    only does supervised training has no use for temperatures.
+    `vocabulary` is the model's number of token ids. `model` is the model as the step function begins with it, or a
+    function that makes it; `forward(model, token_ids, position_ids)` returns the logits [T, V] of one sequence, if
+    calling the model does not. `loss` is what the trainer is meant to compute: a loss of `penstock.train`, or a
+    function `(columns, logprobs, entropy)` that returns the loss of each token of one sample.
+
+    `per` is what the loss is a mean over: the trained tokens of the step (`step.loss_tokens`), or its samples
+    (`step.denominators.samples`), each a mean over its own tokens. `tolerance` is the relative difference that is
+    accepted: 1e-3 suits float32, bfloat16 needs about 3e-2. `columns` are the optional columns that the trainer uses:
+    temperatures, teacher_logprobs, rl_weights. `special_ids` (EOS, padding) appear among the trained tokens.
+    `ranks` are the numbers of ranks that the step function can train, beside one.
 
     The trainer must compute what it computes in training, except for what is random or clips gradients: no dropout, no
     clipping, no optimizer step. Auxiliary losses over a batch (load balancing of experts) must be off.
     """
-    unknown = [bug for bug in without if bug not in BUGS]
-    if unknown:
-        raise InvalidInput(f"without: {unknown[0]!r} is not a bug of this check; known are {', '.join(BUGS)}")
     if vocabulary < 8:
         raise InvalidInput(f"vocabulary: {vocabulary}; the samples of the check need at least 8 ids")
-    trial = Trial(_Flattened(step_fn), vocabulary=vocabulary, per=per, tolerance=tolerance)
-    findings: dict[str, Finding] = {}
-    not_judged: dict[str, str] = {}
-    for probe in PROBES:
-        blocked = next((bug for bug in probe.needs if bug in findings or bug in not_judged), None)
-        if probe.bug in without:
-            continue
-        if blocked is not None:
-            not_judged[probe.bug] = blocked
-            continue
-        found = probe.look(trial)
-        if found is not None:
-            findings[probe.bug] = Finding(bug=probe.bug, found=found, fix=probe.fix)
-    judged = tuple(bug for bug in BUGS if bug not in without and bug not in not_judged)
-    return Report(findings=tuple(findings.values()), not_judged=not_judged, judged=judged)
+    if (model is None) != (loss is None):
+        given, missing = ("model", "loss") if loss is None else ("loss", "model")
+        raise InvalidInput(f"{given} without {missing}; pass both to compare with a reference, or neither")
+    options = Options(
+        vocabulary=vocabulary,
+        per=per,
+        tolerance=tolerance,
+        columns=columns,
+        special_ids=tuple(special_ids),
+        ranks=ranks,
+    )
+    if model is None:
+        runner = Runner(step_fn, None)
+        findings, noise = check_itself(runner, runner.flat, options)
+        return _report(runner, findings, noise, "itself")
+    return _check_with_reference(step_fn, Reference(model, forward), loss, options)
+
+
+def _check_with_reference(step_fn: StepFunction, reference: Reference, loss: Any, options: Options) -> Report:
+    runner = Runner(step_fn, reference)
+    simulator = Simulator(reference=reference, push=push_of(loss), per=options.per)
+
+    def logprobs(ids: NDArray[np.int64], temperatures: Vector) -> Vector:
+        return reference.logprobs(Sequence1(token_ids=ids, positions=np.arange(len(ids)), temperatures=temperatures))
+
+    samples = Samples(logprobs, options)
+    probes = samples.probes()
+    first = next(probe for probe in probes if "turns" in probe.what)
+    noise = measure_noise(runner, first, options.tolerance, simulator.gradient(first.step))
+    if noise.blocks:
+        return _report(runner, noise.findings, noise, "reference")
+    measured = measure(runner, simulator, probes, noise)
+    allowed = max(options.tolerance, 5 * noise.level)
+    judge = Judge(
+        simulator,
+        measured,
+        lambda sample: runner(samples.step([sample]))[1],
+        tolerance=allowed,
+        special_ids=samples.special,
+        loss=loss,
+    )
+    # What is left to chance comes first: the rest may follow from it.
+    findings = [*noise.findings, *noise.later(runner, allowed, rerun(measured)), *judge.findings()]
+    if not findings:
+        findings = wrong_losses(measured, options.per, 10 * options.tolerance)
+    return _report(runner, findings, noise, "reference")
 
 
 def each_rank(rank_fn: RankFunction, *, exchange: Literal["mean", "sum"] = "mean") -> StepFunction:
@@ -133,9 +181,9 @@ def each_rank(rank_fn: RankFunction, *, exchange: Literal["mean", "sum"] = "mean
     def step_fn(step: PackedStep) -> tuple[float, Gradients]:
         world = len(step.ranks)
         scale = 1.0 / world if exchange == "mean" else 1.0
-        loss, total = 0.0, dict[str, NDArray[np.float64]]()
+        loss, total = 0.0, dict[Any, NDArray[np.float64]]()
         for rank in step.ranks:
-            own, gradients = _read(rank_fn(Step(1, "", rank.rank_plan, list(rank)), world))
+            own, gradients = read(rank_fn(Step(1, "", rank.rank_plan, list(rank)), world))
             loss += own * scale
             for name, gradient in gradients.items():
                 total[name] = total.get(name, 0.0) + gradient * scale
@@ -144,35 +192,78 @@ def each_rank(rank_fn: RankFunction, *, exchange: Literal["mean", "sum"] = "mean
     return step_fn
 
 
-class _Flattened:
+class Runner:
     """Calls a step function and returns all gradients in one vector, always of the same parameters."""
 
-    def __init__(self, step_fn: StepFunction) -> None:
-        self._step_fn, self._names = step_fn, set[str]()
+    def __init__(self, step_fn: StepFunction, reference: Reference | None) -> None:
+        self._step_fn, self._reference, self.steps = step_fn, reference, 0
+        self._flat = None if reference is None else reference.flat
+        self._names: dict[Any, str] = {}
 
-    def __call__(self, step: PackedStep) -> Trained:
-        loss, gradients = _read(self._step_fn(step))
-        self._names = self._names or set(gradients)
-        changed = sorted(self._names ^ set(gradients))
-        if changed or not gradients:
-            which = f"that of {changed[0]} comes and goes" if changed else "there are none"
+    def __call__(self, step: PackedStep) -> tuple[float, Vector]:
+        loss, gradients = read(self._step_fn(step))
+        self.steps += 1
+        if not gradients and not self._names:
+            raise InvalidInput("step_fn: there are no gradients; return all that are trained, zeros where nothing is")
+        if self._reference is not None:
+            self._match(gradients)
+        elif self._flat is None:
+            self._names = {name: f"{name}" for name in gradients}
+            self._flat = Flat({self._names[name]: values.shape for name, values in gradients.items()})
+        changed = [name for name in gradients if name not in self._names]
+        if self._reference is None and (changed or len(gradients) != len(self._names)):
+            which = changed[0] if changed else next(name for name in self._names if name not in gradients)
             raise InvalidInput(
-                f"step_fn: gradients: {which}; return all that are trained, zeros where there is nothing"
+                f"step_fn: gradients: that of {which!r} comes and goes; return all that are trained, zeros where "
+                "there is nothing"
             )
-        return Trained(loss=loss, gradient=np.concatenate([gradients[n].reshape(-1) for n in sorted(gradients)]))
+        assert self._flat is not None
+        return loss, self._flat({self._names[name]: values for name, values in gradients.items()})
+
+    def flat(self) -> Flat:
+        """How gradients are written into one vector, known after the first step."""
+        assert self._flat is not None
+        return self._flat
+
+    def _match(self, gradients: Mapping[Any, Vector]) -> None:
+        """Find the model's names for the gradients, and compare shapes."""
+        assert self._reference is not None
+        new = {name: values for name, values in gradients.items() if name not in self._names}
+        if new:
+            ordered = all(isinstance(name, int) for name in gradients)
+            self._names |= matched({**gradients}, self._reference.shapes, ordered)
+        for name, values in gradients.items():
+            shape = self._reference.shapes[self._names[name]]
+            if values.shape != shape:
+                raise InvalidInput(
+                    f"step_fn: gradient of {name!r} has the shape {list(values.shape)}, the model's parameter "
+                    f"{list(shape)}; return the gradients of the model that is passed"
+                )
 
 
-def _read(given: tuple[Any, Gradients]) -> tuple[float, dict[str, NDArray[np.float64]]]:
+def _report(
+    runner: Runner, findings: Sequence[Finding], noise: Noise, compared_with: Literal["reference", "itself"]
+) -> Report:
+    return Report(
+        findings=tuple(findings),
+        steps=runner.steps,
+        noise=noise.level,
+        compared_with=compared_with,
+        not_seen=NOT_SEEN if compared_with == "reference" else NOT_SEEN_WITHOUT_MODEL,
+    )
+
+
+def read(given: tuple[Any, Gradients]) -> tuple[float, dict[Any, Vector]]:
     """Convert the result of a step function to numpy. Tensors are recognised by their methods: no torch needed."""
     try:
         loss, gradients = given
     except (TypeError, ValueError):
         raise InvalidInput(f"step_fn: gave {type(given).__name__}; return (loss, gradients)") from None
     named = gradients.items() if isinstance(gradients, Mapping) else enumerate(gradients)
-    return _array(loss).item(), {f"{name!r}": _array(value) for name, value in named if value is not None}
+    return _array(loss).item(), {name: _array(value) for name, value in named if value is not None}
 
 
-def _array(value: Any) -> NDArray[np.float64]:
+def _array(value: Any) -> Vector:
     if hasattr(value, "detach"):
         value = value.detach().cpu().double().numpy()
     return np.array(value, np.float64)  # a copy: trainers clear their gradients in place

@@ -1,0 +1,127 @@
+"""Separates what is random in a trainer from what is wrong: the same step is trained several times.
+
+1, 2, 3 times the first gradient        gradients are not cleared
+every time further away                 weights move, or something remembers earlier steps
+scattered around a mean                 noise: dropout, a random factor. The mean of several runs is then judged,
+                                        with a tolerance that is wider than the noise
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from penstock.packing import PackedStep
+from penstock.testing.trainer_judge import Finding
+from penstock.testing.trainer_reference import Vector, listed
+from penstock.testing.trainer_samples import Probe
+
+Run: TypeAlias = Callable[[PackedStep], tuple[float, Vector]]
+_REPEATS = 4
+_TOO_MUCH = 0.05
+"""Noise above which nothing else is judged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    level: float
+    """Relative deviation of the mean of `repeats` runs."""
+    findings: tuple[Finding, ...]
+    repeats: int
+    """How often every step is trained from here on."""
+    blocks: bool
+    """Whether nothing else can be judged."""
+    first: Vector
+    probe: Probe
+
+    def later(self, run: Run, tolerance: float, before: Sequence[tuple[Probe, Vector]]) -> list[Finding]:
+        """Train the first step and some others again: state that outlives a step shows, and what is random at times."""
+        if self.findings:
+            return []
+        for probe, earlier in ((self.probe, self.first), *before):
+            gap = _length(run(probe.step)[1] - earlier) / max(_length(earlier), 1e-300)
+            if gap > tolerance:
+                return [_remembers(f"{probe.what}, trained again after all others, differs by {gap:.1%}")]
+        return []
+
+
+def measure_noise(run: Run, probe: Probe, tolerance: float, expected: Vector | None = None) -> Noise:
+    """Train one step several times. `expected` is its right gradient, if that is known."""
+    runs = [run(probe.step)[1] for _ in range(_REPEATS)]
+    first, size = runs[0], max(_length(runs[0]), 1e-300)
+    if not all(np.isfinite(one).all() for one in runs):
+        return Noise(level=0.0, findings=(), repeats=1, blocks=False, first=first, probe=probe)
+    gaps = [_length(one - first) / size for one in runs[1:]]
+    if max(gaps) <= min(1e-5, tolerance / 10):
+        return Noise(level=0.0, findings=(), repeats=1, blocks=False, first=first, probe=probe)
+    runs += [run(probe.step)[1] for _ in range(_REPEATS)]
+    finding, blocks = _classified(runs, expected)
+    spread = float(np.sqrt(np.mean([_length(one - np.mean(runs, axis=0)) ** 2 for one in runs]) * 8 / 7)) / size
+    if not blocks and spread <= tolerance / 5:  # the order of additions on a GPU
+        return Noise(level=spread, findings=(), repeats=1, blocks=False, first=first, probe=probe)
+    repeats = 1 if blocks or spread > _TOO_MUCH else 8
+    return Noise(
+        level=spread / repeats**0.5,
+        findings=(finding,),
+        repeats=repeats,
+        blocks=blocks or spread > _TOO_MUCH,
+        first=first,
+        probe=probe,
+    )
+
+
+def _classified(runs: Sequence[Vector], expected: Vector | None) -> tuple[Finding, bool]:
+    first = runs[0]
+    size = float(first @ first) or 1e-300
+    factors = np.array([float(one @ first) / size for one in runs])
+    parallel = all(
+        _length(one - factor * first) < 1e-3 * _length(one) for one, factor in zip(runs, factors, strict=True)
+    )
+    steps = [runs[i + 1] - runs[i] for i in range(len(runs) - 1)]
+    same = all(_length(one - steps[0]) < 1e-2 * _length(steps[0]) for one in steps)
+    if same and (_cosine(steps[0], first if expected is None else expected) > 0.99):
+        return (
+            Finding(
+                bug="gradients are not cleared between steps",
+                found=f"the same step gives {listed(factors[:4])} times the first gradient",
+                fix="clear gradients before each step",
+            ),
+            True,
+        )
+    spread = max(_length(one - first) for one in runs) / max(_length(first), 1e-300)
+    # Independent runs are as far from the first as from each other. What moves on is further away every time.
+    away = [_length(one - first) for one in runs[1:]]
+    if all(later > earlier for earlier, later in itertools.pairwise(away)):
+        return _remembers(
+            f"the same step in turn gives gradients that move on, by {spread:.1%} in {len(runs)} runs"
+        ), True
+    what = "one random factor for all parameters" if parallel else "dropout, or another random part of the model"
+    return (
+        Finding(
+            bug="the gradient is random",
+            found=f"the same step gives gradients that differ by up to {spread:.1%} without a direction: {what}. "
+            f"Biases are judged on means of several runs{'' if spread < _TOO_MUCH else ' once this is gone'}",
+            fix="switch dropout off (model.eval()), seed what is drawn, start from the same weights",
+        ),
+        False,
+    )
+
+
+def _remembers(found: str) -> Finding:
+    return Finding(
+        bug="the gradient depends on earlier steps, or on chance",
+        found=found,
+        fix="start every step from the same weights, without an optimizer step, momentum or running means",
+    )
+
+
+def _length(values: Vector) -> float:
+    return float(np.linalg.norm(values))
+
+
+def _cosine(one: Vector, other: Vector) -> float:
+    return float(one @ other) / max(_length(one) * _length(other), 1e-300)
