@@ -1,13 +1,15 @@
 """Settings for every test: one thread per process, properties that run the same examples every time, lanes, pace.
 
 Lanes: `process` is a test that starts processes, `deep` one that takes seconds of core time, `slow` a run with a model.
-`tests/lanes.py` says which are which; `make test-fast` runs the rest, and fails where one of them starts a process.
+Test files say which they are, by `pytestmark` or a decorator. `make test-fast` runs the rest, and fails where one of
+them starts a process.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.lanes import DEEP, PROCESS
 from tests.support.object_proxy import ObjectProxy
 from tests.support.pace import pace as measured_pace
 from tests.support.s3_server import make_bucket, s3_environment, s3_server
@@ -40,6 +41,8 @@ collect_ignore = [] if (Path(sys.prefix).parent / "nemo-gym").is_dir() else ["up
 _STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
 _lane = {"guarded": False, "test": ""}
 _FEWEST_EXAMPLES = 10
+_LEFT_OUT = re.compile(r"^pytestmark = (?:\[[^\]]*?)?pytest\.mark\.(?:process|deep)\b", re.MULTILINE)
+"""Matches a module in which no test is fast."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -50,8 +53,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     named = any("tests/ray" in str(word) for word in config.args)
     if collection_path == Path(__file__).parent / "ray" and not named:
         return True
-    path = collection_path.as_posix().removeprefix(f"{Path(__file__).parent}/")
-    return True if _is_fast(config) and path in PROCESS | DEEP else None
+    is_test = collection_path.suffix == ".py" and _is_fast(config)
+    return True if is_test and _LEFT_OUT.search(collection_path.read_text(encoding="utf-8")) else None
 
 
 def _is_fast(config: pytest.Config) -> bool:
@@ -67,14 +70,6 @@ def _take_fewer_examples(test: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    root = Path(__file__).parent
-    for item in items:
-        path = item.path.relative_to(root).as_posix() if item.path.is_relative_to(root) else ""
-        names = {path, f"{path}::{item.name.partition('[')[0]}"}
-        if names & PROCESS:
-            item.add_marker("process")
-        if names & DEEP:
-            item.add_marker("deep")
     if _is_fast(config):
         for test in {getattr(item.obj, "__func__", item.obj) for item in items if isinstance(item, pytest.Function)}:
             _take_fewer_examples(test)
@@ -98,7 +93,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def _guard(event: str, _arguments: tuple[object, ...]) -> None:
     if event in _STARTS and _lane["guarded"] and _lane["test"]:
-        raise AssertionError(f"{_lane['test']} starts a process; list it in tests/lanes.py")
+        raise AssertionError(f"{_lane['test']} starts a process; mark it with pytest.mark.process")
 
 
 sys.addaudithook(_guard)

@@ -29,6 +29,8 @@ from tests.support.s3_server import s3_environment
 from tests.test_deploy import DEPLOY, answer, keys_and_token, running
 from tests.test_docs_claims import options
 
+pytestmark = pytest.mark.process
+
 FILE = DEPLOY / "compose.yaml"
 SCHEMAS = Path(__file__).parent / "data" / "schemas"
 _VARIABLE = re.compile(r"\$\{(\w+)[^}]*\}")

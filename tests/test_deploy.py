@@ -29,6 +29,8 @@ from tests.support.ports import free_port
 from tests.support.postgres_server import PostgresServer
 from tests.test_docs_claims import options
 
+pytestmark = pytest.mark.process
+
 DEPLOY = Path(__file__).parent.parent / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 SLURM = DEPLOY / "slurm" / "penstock.sbatch"

@@ -15,6 +15,8 @@ from penstock.commands.inspect import inspect_frame
 from scripts import make_diagram, make_hex
 from scripts.run_doc_blocks import blocks, main, pages
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parent.parent
 PAGES = pages()
 SKILL = ROOT / "skills" / "penstock" / "SKILL.md"

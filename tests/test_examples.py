@@ -18,6 +18,8 @@ import torch
 
 from scripts.run_doc_blocks import blocks
 
+pytestmark = pytest.mark.process
+
 grpo: Any = importlib.import_module("examples.grpo")
 ROOT = Path(__file__).parent.parent
 STEPS = 13

@@ -13,6 +13,8 @@ import pytest
 from penstock.extras import DISTRIBUTION, EXTRAS
 from tests.support.plane_processes import SMALL
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OURS = ("docs", "dev", "all")

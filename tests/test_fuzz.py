@@ -14,6 +14,8 @@ import pytest
 
 from tests.support.fuzz import TARGETS, Tried, explore, read_corpus, try_one
 
+pytestmark = pytest.mark.deep
+
 CORPUS = Path(__file__).parent / "fuzz_corpus"
 INPUTS = {
     "decode": 600,

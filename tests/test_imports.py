@@ -91,6 +91,7 @@ def loaded_by(program: str, url: str) -> tuple[set[str], set[str]]:
     return loaded, {name for name in loaded if name.partition(".")[0] == "penstock"}
 
 
+@pytest.mark.process
 def test_a_producer_loads_no_plane_packer_or_database() -> None:
     with ps.open("memory:", ranks=1, seq_len=16, groups_per_step=1, listen=["tcp://127.0.0.1:*"]) as plane:
         loaded, ours = loaded_by(PRODUCER, plane.url)
@@ -100,6 +101,7 @@ def test_a_producer_loads_no_plane_packer_or_database() -> None:
     assert not {"plane", "packing", "replay", "storage", "server", "runs", "train", "view"} & packages
 
 
+@pytest.mark.process
 def test_a_rank_loads_no_producer_and_no_planner(tmp_path: Path) -> None:
     with ps.open(tmp_path, ranks=1, seq_len=16, groups_per_step=1, listen=["tcp://127.0.0.1:*"]) as plane:
         plane.put([ps.Sample(id="a", group="g", token_ids=[1, 2], loss_mask=[0, 1], logprobs=[0.0, -1.0])])
@@ -112,6 +114,7 @@ def test_a_rank_loads_no_producer_and_no_planner(tmp_path: Path) -> None:
     assert not {"penstock.client.plane", "penstock.packing.planning", "penstock.storage.objects"} & ours
 
 
+@pytest.mark.process
 def test_the_command_line_loads_no_numpy_for_its_help() -> None:
     code = "import sys; from penstock.cli import build_parser; build_parser('').format_help(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -42,6 +42,7 @@ def expressions() -> list[str]:
     return [rule["expr"] for rule in ALERTS] + panels
 
 
+@pytest.mark.process
 def test_every_number_that_is_asked_for_is_on_the_page(tmp_path: Path) -> None:
     words = [str(tmp_path / "run"), *SMALL, "--listen=tcp://127.0.0.1:*", "--metrics=127.0.0.1:0"]
     with PlaneProcess([*words, "--max-disk-bytes=1000000000"]) as plane:
@@ -61,6 +62,7 @@ def test_every_alert_has_a_test_that_fires_and_one_that_does_not() -> None:
     assert set(tried) == {(rule["alert"], fires) for rule in ALERTS for fires in (True, False)}
 
 
+@pytest.mark.process
 @pytest.mark.skipif(PROMTOOL is None, reason="no promtool; scripts/setup_promtool gets it")
 @pytest.mark.parametrize("words", [("check", "rules", "alerts.yaml"), ("test", "rules", "alerts_test.yaml")])
 def test_prometheus_itself_takes_the_alerts_and_their_tests(words: tuple[str, ...]) -> None:

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import penstock as ps
+
+pytestmark = pytest.mark.process
 
 NAMES = [
     "AssetStore",

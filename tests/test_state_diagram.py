@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from penstock.protocol.session import TRANSITIONS, Phase
+
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "make_state_diagram.py"

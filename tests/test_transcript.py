@@ -8,6 +8,8 @@ import pytest
 
 from scripts.run_transcript import Command, Differs, File, run_page, steps
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "first-half-hour.md"
 

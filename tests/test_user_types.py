@@ -14,6 +14,8 @@ from penstock.arrays import TOKEN_COLUMNS
 from penstock.arrays.column_keywords import SampleColumns, TurnColumns
 from penstock.capture.turn import TURN_COLUMNS
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "tests" / "data" / "user_script.py"
 MISSPELT = {

@@ -184,6 +184,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.process
 def test_killed_writers_leave_whole_images_or_none(tmp_path: Path, picture: Picture) -> None:
     import random
 
@@ -218,6 +219,7 @@ def test_killed_writers_leave_whole_images_or_none(tmp_path: Path, picture: Pict
         assert store.get(store.put(picture(seed)).hash) == picture(seed)
 
 
+@pytest.mark.process
 def test_the_store_works_the_same_on_s3(s3_blobs: ObjectStore, picture: Picture) -> None:
     store = AssetStore(s3_blobs, run="demo", retries=0)
     ref = store.put(picture(1))

@@ -38,6 +38,7 @@ def test_memory_object_store_conforms(check: Callable[[Blobs], None]) -> None:
     check(ObjectStore(MemoryStore(), url="memory://test", touch_after_s=0.0))
 
 
+@pytest.mark.process
 @by_name
 def test_s3_conforms(check: Callable[[Blobs], None], s3_blobs: ObjectStore) -> None:
     check(s3_blobs)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks import growth, start
 from benchmarks.report import as_json, as_table
+
+pytestmark = pytest.mark.process
 
 
 def test_growth_measures_each_kind_of_growth() -> None:

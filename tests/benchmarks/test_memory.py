@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.memory import Measured, Series, measure, plot
 
+pytestmark = pytest.mark.process
+
 ROLES = {"launcher", "forkserver", "plane", "rank-0", "rank-1", "worker-0", "worker-1"}
 
 

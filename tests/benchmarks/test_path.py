@@ -17,6 +17,8 @@ from benchmarks.programs.serving import check
 from benchmarks.running import Program, Wanted, WayFailed, started
 from penstock.commands.bench import BENCHES
 
+pytestmark = pytest.mark.process
+
 
 def silent(_what: str) -> None:
     return

@@ -15,6 +15,8 @@ from benchmarks.report import as_table
 from penstock.commands.bench import BENCHES
 from penstock.frames import decode
 
+pytestmark = pytest.mark.process
+
 
 def silent(_what: str) -> None:
     return

@@ -14,6 +14,8 @@ from benchmarks.programs.plane import samples_of
 from penstock.frames import GroupMetadata, encode
 from penstock.packing import Packing
 
+pytestmark = pytest.mark.process
+
 
 def test_a_step_is_built_from_groups_on_disk(tmp_path: Path) -> None:
     groups = [(group.id, encode(samples_of(group))) for group in make_groups(CASES["tiny"], range(2), "g")]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks import small
+
+pytestmark = pytest.mark.process
 
 
 def test_every_process_and_part_of_a_small_group_is_measured() -> None:

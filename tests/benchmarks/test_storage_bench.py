@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.storage import Setting, measure
+
+pytestmark = pytest.mark.process
 
 
 def test_reading_ahead_hides_the_way_to_storage() -> None:

@@ -23,6 +23,8 @@ from penstock.capture import SAMPLER_TOPK, Trajectory, failure_of, from_verifier
 from penstock.convert import to_samples
 from penstock.errors import InvalidInput
 
+pytestmark = pytest.mark.deep
+
 DATA = Path(__file__).parents[1] / "data" / "verifiers"
 RECORDED = sorted(path.stem for path in DATA.glob("*.json"))
 

@@ -82,6 +82,7 @@ def large(i: int, ids: object, logprobs: object) -> list[ps.Sample]:
     return [ps.Sample(id=f"{i}", group=f"{i}", token_ids=ids, loss_mask=LOSS, logprobs=logprobs)]  # type: ignore[arg-type]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("has_room", [True, False])
 def test_a_thousand_tasks_put_with_few_threads_and_few_frames(tmp_path: Path, has_room: bool) -> None:
     rng = np.random.default_rng(1)

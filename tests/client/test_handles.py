@@ -19,6 +19,8 @@ from tests.support.groups import named_group
 from tests.support.planes import FAST, OpenPlane
 from tests.support.torture import address
 
+pytestmark = pytest.mark.process
+
 SPAWN = multiprocessing.get_context("spawn")
 
 

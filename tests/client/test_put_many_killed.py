@@ -19,6 +19,8 @@ from penstock.server import PlaneProcess
 from tests.support.groups import named_group
 from tests.support.pace import eventually
 
+pytestmark = pytest.mark.process
+
 BATCHES, SIZE = 40, 24
 NAMES = [f"g{number:04}" for number in range(BATCHES * SIZE)]
 PATIENT = Timeouts(plane_s=120.0)

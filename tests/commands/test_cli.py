@@ -16,6 +16,8 @@ from benchmarks.report import Row, as_json, as_table
 from penstock.cli import COMMANDS, main
 from penstock.commands.inspect import inspect_frame
 
+pytestmark = pytest.mark.process
+
 GROUP = [
     ps.Sample(
         id=f"p/{i}",

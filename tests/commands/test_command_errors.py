@@ -19,6 +19,8 @@ from penstock.transport.sockets import check_url
 from tests.support.exports import make_export
 from tests.support.plane_processes import SMALL
 
+pytestmark = pytest.mark.process
+
 INTERRUPTIBLE = """
 import signal, sys
 from penstock.cli import main

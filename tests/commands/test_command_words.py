@@ -18,6 +18,8 @@ from penstock.commands import demo
 from penstock.commands.first_sign import QUIET_S
 from penstock.commands.parsing import fitted
 
+pytestmark = pytest.mark.process
+
 
 def test_alone_it_lists_the_commands_in_four_groups_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2

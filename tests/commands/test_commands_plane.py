@@ -26,6 +26,8 @@ from penstock.runs.read_log import read_run
 from penstock.server.plane_process import PlaneProcess
 from tests.support.plane_processes import SMALL
 
+pytestmark = pytest.mark.process
+
 
 def put(plane: ps.Plane, name: str) -> None:
     with plane.group(name, id=name) as group:

@@ -21,6 +21,8 @@ from penstock.storage.object_requests import run
 from tests.runs.conftest import SETTINGS, put, train
 from tests.support.groups import named_group
 
+pytestmark = pytest.mark.deep
+
 
 @pytest.fixture
 def where(s3_bucket: str) -> str:

@@ -19,7 +19,7 @@ from penstock.cli import main
 from penstock.client import Plane
 from penstock.demo.endpoint import Endpoint, Engine, save_model
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore")]
 TASKSETS = Path(__file__).parent.parent / "integrations" / "tasksets"
 
 

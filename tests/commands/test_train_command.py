@@ -12,6 +12,8 @@ import pytest
 from penstock.cli import main
 from tests.support.ports import free_port
 
+pytestmark = pytest.mark.process
+
 CONFIG = """
 run = "mine"
 max_steps = 4

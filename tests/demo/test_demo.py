@@ -15,6 +15,8 @@ from penstock.demo.run_files import Metrics
 from penstock.train.run_config import load
 from penstock.view import Export
 
+pytestmark = pytest.mark.process
+
 
 def config_for(folder: Path, *arguments: str) -> object:
     parser = argparse.ArgumentParser()

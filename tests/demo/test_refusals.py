@@ -19,6 +19,8 @@ from penstock.log import SqliteLog
 from penstock.packing import Packing
 from penstock.train.run_config import ModelConfig, TaskConfig, TrainConfig
 
+pytestmark = pytest.mark.process
+
 TINY = {
     "vocab_size": 12,
     "hidden_size": 32,

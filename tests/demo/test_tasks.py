@@ -46,6 +46,7 @@ def test_only_the_reversed_word_and_its_end_earn_the_whole_reward() -> None:
     assert task.reward(prompt, [EOS]) == 0.0
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["reverse", "color"])
 def test_trainer_logprobs_equal_sampler_logprobs_at_the_same_weights(name: str, tmp_path: Path) -> None:
     task = make_task(TaskConfig(name=name), tmp_path)  # type: ignore[arg-type]

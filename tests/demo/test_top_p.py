@@ -15,6 +15,7 @@ from penstock.cli import main  # noqa: E402
 from penstock.demo.sampler import nucleus  # noqa: E402
 
 
+@pytest.mark.deep
 def test_trainer_and_sampler_agree_with_masks_and_visibly_not_without(capsys: pytest.CaptureFixture[str]) -> None:
     found = measure(0.7, prompts=16)
     with capsys.disabled():

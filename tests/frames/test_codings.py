@@ -129,6 +129,7 @@ print(whole.hexdigest())
 """
 
 
+@pytest.mark.process
 def test_the_same_samples_give_the_same_bytes_in_every_process_and_hash_seed() -> None:
     root = Path(__file__).parent.parent.parent
     seen = set()

@@ -24,6 +24,8 @@ from penstock.frames.codings import CONSTANT, NARROW, PACKED, PLANES, RAW, RUNS,
 from penstock.frames.layout import PREFIX_SIZE
 from tests.frames.frames import FRAMES, forged, parts
 
+pytestmark = pytest.mark.deep
+
 LIMITS = Limits(max_samples=1 << 12, max_tokens=1 << 17, max_bytes=8 << 20)
 PEAK = 24 << 20
 """Bytes: three times what the limits let a frame unfold to."""

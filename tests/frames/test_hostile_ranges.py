@@ -18,6 +18,8 @@ from penstock.frames.codings import CONSTANT, DELTAS, FLAT, NARROW, PACKED, PLAN
 from tests.frames.frames import FRAMES, forged, parts
 from tests.frames.test_hostile import LIMITS, OPERATIONS, altered_behind_checksums, bounded, change_leaf
 
+pytestmark = pytest.mark.deep
+
 frame_files = pytest.mark.parametrize("path", FRAMES, ids=lambda path: path.stem)
 
 

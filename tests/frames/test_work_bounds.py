@@ -14,6 +14,8 @@ from penstock.errors import CorruptFrame
 from penstock.frames import Limits, decode
 from penstock.frames.gathering import gather, open_frame
 
+pytestmark = pytest.mark.deep
+
 TOKENS = 1 << 20
 LIMITS = Limits(max_samples=1 << 12, max_tokens=TOKENS, max_bytes=24 * TOKENS)
 ALTERNATING = np.arange(TOKENS) % 2 == 1

@@ -116,6 +116,7 @@ for number in range(100_000):
 """
 
 
+@pytest.mark.process
 def test_killed_writers_lose_no_call_that_they_acknowledged(tmp_path: Path) -> None:
     said: set[int] = set()
     for _ in range(3):

@@ -30,6 +30,8 @@ from penstock.integrations.transfer_queue.journal import (
 from penstock.integrations.transfer_queue.typed_cells import cells_of, decode_value, encode_value
 from penstock.storage import FolderStorage, Gone, KeptStorage, Marker, ObjectStorage
 
+pytestmark = pytest.mark.deep
+
 
 @pytest.fixture(params=["folder", "s3"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> KeptStorage:
@@ -213,6 +215,7 @@ with ThreadPoolExecutor(4) as pool:
 """
 
 
+@pytest.mark.process
 def test_a_killed_writer_loses_nothing_that_it_acknowledged(tmp_path: Path) -> None:
     storage = FolderStorage(tmp_path / "queue")
     begin(storage)

@@ -22,6 +22,8 @@ from penstock.integrations.formats.responses import one_number
 from penstock.testing.reference import record
 from penstock.testing.strategies import batches
 
+pytestmark = pytest.mark.deep
+
 EVERYTHING = ("frames", "jsonl", "parquet")
 ENDINGS = {
     "frames": "a.penstock",

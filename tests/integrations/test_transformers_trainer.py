@@ -34,6 +34,8 @@ from tests.train.ranks import run_ranks
 from tests.train.test_trainer import recorded_groups
 from tests.train.test_tree_runs import long_groups
 
+pytestmark = pytest.mark.process
+
 Note = Callable[[Any], Any]
 STEPS, SAVED, DEATH = 8, 2, 5
 """Steps of a run; a checkpoint every so many; the step after which the first life ends."""

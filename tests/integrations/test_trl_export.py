@@ -15,6 +15,8 @@ from penstock.integrations.trainers.trl_export import ExportTokens
 from penstock.testing.trl_cpu import byte_model
 from penstock.view import Export
 
+pytestmark = pytest.mark.process
+
 
 def score(ids: list[int]) -> float | None:
     """A number that tells answers apart. Some are not scored."""

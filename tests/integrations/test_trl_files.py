@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 import penstock as ps
 from penstock.integrations.formats.file_formats import convert_files, read_samples
 from penstock.integrations.formats.lost import Lost
+
+pytestmark = pytest.mark.deep
 
 COLUMNS: dict[str, Any] = {
     "token_ids": [5, 6, 7],

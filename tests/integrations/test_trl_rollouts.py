@@ -32,6 +32,8 @@ from penstock.runs import read_run
 from penstock.testing.trl_cpu import NoTransfer, VllmStandIn, byte_model, trl_on_cpu
 from tests.support.plane_processes import alive, children, wait_until
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parent.parent.parent
 
 

@@ -24,6 +24,8 @@ from penstock.integrations.trainers.trl_worker import Durable, Handed, Progress,
 from penstock.testing.trl_cpu import NoTransfer, path_attention, trl_on_cpu
 from tests.support.groups import named_group
 
+pytestmark = pytest.mark.process
+
 PER_STEP = 6
 """Samples of an optimizer step; a step of the plane has eight."""
 

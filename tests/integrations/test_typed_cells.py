@@ -15,6 +15,8 @@ from tensordict.tensorclass import NonTensorStack
 from penstock.errors import CorruptFrame, InvalidInput
 from penstock.integrations.transfer_queue.typed_cells import _DTYPES, cells_of, decode_value, values_of
 
+pytestmark = pytest.mark.deep
+
 
 def back(values: Any, rows: int) -> Any:
     cells, pieces = cells_of("x", values, rows)

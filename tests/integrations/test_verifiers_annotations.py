@@ -22,7 +22,7 @@ from penstock.train import Dppo, Terms
 from penstock.view import Export
 from tests.capture.test_verifiers import branching_trace, record
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.deep, pytest.mark.filterwarnings("ignore")]
 Change = Callable[[dict[str, Any]], object]
 
 

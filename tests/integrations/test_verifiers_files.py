@@ -15,6 +15,8 @@ from penstock.integrations.formats.file_formats import convert_files, read_sampl
 from penstock.integrations.formats.lost import Lost
 from tests.capture.test_verifiers import record
 
+pytestmark = pytest.mark.deep
+
 
 def written(folder: Path) -> Path:
     """Two episodes of one group, as Penstock puts them, with a judge, a silent and a dropped trace."""

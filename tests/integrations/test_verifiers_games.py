@@ -21,7 +21,7 @@ import penstock as ps
 from penstock.demo.endpoint import Endpoint, Engine, save_model
 from penstock.integrations.environments.verifiers_rollouts import Environment, Rollouts
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.deep, pytest.mark.filterwarnings("ignore")]
 TASKSETS = Path(__file__).parent / "tasksets"
 CLONE = os.environ.get("PENSTOCK_VERIFIERS_ENVIRONMENTS", "")
 CHAT = {"harness": {"id": "penstock_chat"}}

@@ -33,7 +33,7 @@ from penstock.train.checkpoint import Weights
 from tests.capture.test_verifiers import branching_trace, empty_trace, image_trace, listed, record, reply, user
 from tests.support.plane_processes import wait_until
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of the packages that are tested with
+pytestmark = [pytest.mark.deep, pytest.mark.filterwarnings("ignore")]
 TASKSETS = Path(__file__).parent / "tasksets"
 
 

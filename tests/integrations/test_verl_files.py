@@ -20,6 +20,8 @@ from penstock.integrations.formats.verl_tensors import from_verl, to_verl
 from penstock.integrations.trainers.trl_samples import from_trl, to_trl
 from tests.integrations.foreign_samples import SAMPLE, samples_of
 
+pytestmark = pytest.mark.deep
+
 
 def test_a_rollout_sample_of_trl_is_made_and_read() -> None:
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample

@@ -21,6 +21,8 @@ from tests.support.engines import DirectEngine
 from tests.support.groups import named_group
 from tests.support.postgres_server import PostgresServer
 
+pytestmark = pytest.mark.process
+
 
 class EngineSuite(LogSuite):
     """The suite, and what the engine makes of a log."""

@@ -17,6 +17,8 @@ from penstock.protocol.timeouts import Timeouts
 from penstock.server import PlaneProcess
 from tests.support.postgres_server import PostgresServer
 
+pytestmark = pytest.mark.process
+
 SETTINGS = ["--ranks=1", "--seq-len=64", "--groups-per-step=1", "--listen=tcp://127.0.0.1:*", "--http=127.0.0.1:0"]
 PLANE: dict[str, Any] = {"ranks": 1, "seq_len": 64, "groups_per_step": 1}
 

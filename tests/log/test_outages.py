@@ -23,6 +23,8 @@ from tests.support.groups import named_group
 from tests.support.pace import eventually, pace, stretched
 from tests.support.postgres_server import PostgresServer
 
+pytestmark = pytest.mark.process
+
 TIMEOUTS = stretched(Timeouts(heartbeat_s=0.25, peer_s=1.5, plane_s=2.0, delivery_s=10.0, resend_s=0.2), pace())
 SMALL: dict[str, Any] = {"ranks": 2, "seq_len": 64, "groups_per_step": 2, "untrained_groups": "accept"}
 

@@ -26,6 +26,8 @@ from tests.support.commit_cutter import CommitCutter
 from tests.support.groups import named_group
 from tests.support.postgres_server import PostgresServer
 
+pytestmark = pytest.mark.process
+
 SMALL: dict[str, Any] = {"ranks": 1, "seq_len": 64, "groups_per_step": 2, "untrained_groups": "accept"}
 
 

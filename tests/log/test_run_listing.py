@@ -15,6 +15,8 @@ from penstock.log.postgres_runs import DatabaseRun, drop_run, runs_in
 from tests.log.test_no_folder import PLANE, put
 from tests.support.postgres_server import PostgresServer
 
+pytestmark = pytest.mark.process
+
 
 def listed(where: str, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
     capsys.readouterr()

@@ -14,6 +14,8 @@ from penstock.log.postgres_log import PostgresLog
 from penstock.log.postgres_schema import MIGRATIONS
 from tests.support.postgres_server import PostgresServer
 
+pytestmark = pytest.mark.process
+
 ADD_AT = "ALTER TABLE groups ADD COLUMN at double precision NOT NULL DEFAULT 0"
 ADD_CLEAN = "ALTER TABLE segments ADD COLUMN clean smallint NOT NULL DEFAULT 0"
 

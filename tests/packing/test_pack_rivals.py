@@ -43,6 +43,7 @@ def test_both_ways_to_tensors_compute_the_same_samples() -> None:
     assert lists_to_tensors(as_lists(samples), 1, 2_048) >= samples.num_tokens
 
 
+@pytest.mark.deep
 def test_the_picture_of_the_docs_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks.plot_step import example, tree_example

@@ -11,7 +11,7 @@ from tests.support.cluster_torture import torture_cluster
 from tests.support.hosts import NoNamespaces
 from tests.support.torture import Result
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 FIRST_STEP_S = 5.0
 """From the start of a plane's process to its first committed step, on an idle machine."""
 FAULTS = (

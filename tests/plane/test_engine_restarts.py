@@ -38,6 +38,7 @@ def _history(engine: DirectEngine, first: int, last: int) -> list[list[str]]:
     return digests
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("clean", [True, False], ids=["closed", "killed"])
 def test_a_restart_changes_no_byte_of_what_follows(
@@ -61,6 +62,7 @@ def test_a_restart_changes_no_byte_of_what_follows(
     assert got == straight
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("policy", POLICIES)
 def test_any_retained_step_is_served_again_to_the_byte(open_engine: OpenEngine, tmp_path: Path, policy: str) -> None:
     engine = open_engine(tmp_path, replay=POLICIES[policy], retain_steps=5)

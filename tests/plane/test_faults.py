@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.faults import FAULTS, provoke
 
+pytestmark = pytest.mark.process
+
 
 def _can_mount() -> bool:
     probe = ["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 DRAIN = """
 import os, sys
 from pathlib import Path

@@ -11,6 +11,8 @@ import pytest
 from tests.plane.test_kill_points import _strace_works
 from tests.support.injected import TARGETS, cut_logs
 
+pytestmark = pytest.mark.process
+
 INJECT = """
 import sys
 from pathlib import Path

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.kill_points import LIVES, kill_points
 
+pytestmark = pytest.mark.process
+
 
 def _strace_works() -> bool:
     try:

@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.model_run import Result, model_run
 
+pytestmark = pytest.mark.deep
+
 
 @pytest.mark.parametrize("first", range(0, 24, 8))
 def test_a_plane_rebuilt_from_a_crash_copy_goes_on_as_if_nothing_had_been(first: int) -> None:

@@ -26,7 +26,7 @@ from tests.support.plane_processes import wait_until
 from tests.support.planes import FAST
 from tests.support.proxy import Proxy
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 BOUND_S = 3.0
 """Within which every other rank hears that one is cut off, on an idle machine."""
 _SLOW = Timeouts(heartbeat_s=0.2, peer_s=1.0, delivery_s=30.0, plane_s=2.0, resend_s=0.2)

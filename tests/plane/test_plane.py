@@ -299,6 +299,7 @@ def bad_line(request: pytest.FixtureRequest, open_plane: OpenPlane, tmp_path: Pa
     return plane, "" if kind == "memory" else plane._server.urls[-1]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_a_bad_line_loses_nothing_and_gives_no_wrong_byte(bad_line: tuple[ps.Plane, str], trouble: str) -> None:
     plane, url = bad_line

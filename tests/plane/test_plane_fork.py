@@ -18,7 +18,7 @@ from tests.support.pace import pace
 from tests.support.planes import OpenPlane
 from tests.support.torture import address
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")]
 
 
 def in_child(act: Callable[[], object]) -> str:

@@ -30,6 +30,7 @@ from penstock.plane.workers import Inline, Workers
 from penstock.protocol.message_header import pack_message
 from penstock.protocol.messages import (
     Ask,
+    AskGroups,
     AskRoom,
     Attach,
     Beat,
@@ -65,6 +66,7 @@ HUGE = 2**53
 # ------------------------------------------------------------------ sums that do not fit 64 bits
 
 
+@pytest.mark.deep
 def test_any_number_of_groups_of_the_highest_version_make_a_step(open_engine: OpenEngine, tmp_path: Path) -> None:
     many = 1100  # times 2**53 is beyond 64 bits
     for life in (1, 2):
@@ -80,6 +82,7 @@ def test_any_number_of_groups_of_the_highest_version_make_a_step(open_engine: Op
         engine.log.close()
 
 
+@pytest.mark.deep
 def test_staleness_of_any_number_of_groups_is_counted(open_engine: OpenEngine, tmp_path: Path) -> None:
     many = 1100
     engine = open_engine(tmp_path, target=Target(groups=many), ranks=1, snapshot_every=1)
@@ -255,6 +258,7 @@ HONEST: dict[type[Any], Any] = {
         SettleGroup(ticket=1, group="a", drop=False),
         SetWeight(ticket=1, tenant="", weight=1.0),
         Ask(ticket=1),
+        AskGroups(ticket=1, groups=("a",)),
     )
 }
 

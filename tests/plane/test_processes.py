@@ -18,6 +18,8 @@ from tests.support.plane_processes import alive, wait_until
 from tests.support.processes import TIMEOUTS, Notes, settings
 from tests.support.torture import TRANSPORTS, Run, torture
 
+pytestmark = pytest.mark.process
+
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_run_whose_processes_are_killed_is_the_run_that_nothing_happened_to(

@@ -15,6 +15,8 @@ from tests.support.groups import named_group
 from tests.support.pace import eventually, pace
 from tests.support.planes import FAST, OpenPlane
 
+pytestmark = pytest.mark.process
+
 SPAWN = multiprocessing.get_context("spawn")
 PATIENCE_S = 60 * pace()
 

@@ -59,6 +59,7 @@ def everything(state: PlaneState) -> dict[str, Any]:
     return saved
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("shares", [{}, {"a": 2.0, "b": 1.0}], ids=["one table_name", "two runs"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_restart_from_memory_equals_one_from_the_whole_log(

@@ -24,6 +24,8 @@ from tests.support.groups import named_group
 from tests.support.pace import pace
 from tests.support.plane_processes import SMALL, wait_until
 
+pytestmark = pytest.mark.process
+
 WAITING = 64
 PRODUCER = f"""
 import asyncio, sys

@@ -15,7 +15,7 @@ from penstock.transport.sockets import MAX_FRAMES
 TICKETS = st.integers(0, 1 << 40)
 MESSAGES = st.one_of(
     st.builds(Put, ticket=TICKETS, group=st.text(max_size=5), metadata=st.binary(max_size=20)),
-    st.builds(AskRoom, ticket=TICKETS, run=st.text(max_size=5), size=st.integers(0, 1 << 50)),
+    st.builds(AskRoom, ticket=TICKETS, tenant=st.text(max_size=5), size=st.integers(0, 1 << 50)),
     st.builds(GiveUp, ticket=TICKETS),
     st.builds(Trace, ticket=TICKETS, group=st.text(max_size=5), digest=st.binary(max_size=16)),
     st.builds(Ask, ticket=TICKETS),

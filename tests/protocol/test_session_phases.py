@@ -25,6 +25,7 @@ def test_what_is_not_in_the_table_of_phases_cannot_happen() -> None:
                     session.on(happened)
 
 
+@pytest.mark.deep
 def test_every_arrow_of_the_table_is_taken_by_some_run(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: set[tuple[Phase, Happened]] = set()
     go = Session.on

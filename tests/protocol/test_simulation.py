@@ -20,6 +20,8 @@ from penstock.protocol.messages import Buffer, Frames
 from tests.support.plain_groups import run_of_group
 from tests.support.simulation import Simulation, main
 
+pytestmark = pytest.mark.deep
+
 FIRST, PLAIN_SEEDS, REAL_SEEDS, PARTS = 60, 800, 64, 8
 """Seeds before the first are run by `test_session_phases.py`."""
 

@@ -88,6 +88,7 @@ def use_limited(table: Table, num_steps: int = 60, seed: int = 2) -> list[Any]:
     return use(table, np.random.default_rng(seed), num_steps)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("sampler", ALL, ids=repr)
 def test_taking_a_checkpoint_does_not_disturb_the_table(tmp_path: Path, sampler: Selector) -> None:
     """An interrupted run must go on like one that never stopped, not only like the one that was saved."""

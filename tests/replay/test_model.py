@@ -46,6 +46,8 @@ from penstock.replay import (
 )
 from penstock.testing.reference_table import Held, ReferenceTable
 
+pytestmark = pytest.mark.deep
+
 SAMPLERS: list[Selector] = [
     Fifo(),
     Lifo(),

@@ -51,6 +51,7 @@ def fill(table: Table, priorities: Sequence[float]) -> None:
         table.insert(number, number, priority=priority)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("selector", ALL, ids=repr)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_built_in_selectors_conform(selector: Selector, seed: int) -> None:
@@ -160,6 +161,7 @@ def test_updated_priority_moves_an_item_in_the_heap() -> None:
     assert table.sample(3).keys.tolist() == [0, 1, 2]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("exponent", [1.0, 0.6])
 def test_prioritized_remover_keeps_the_valuable(exponent: float) -> None:
     table = replay(Uniform(), Prioritized(exponent), capacity=500)

@@ -15,6 +15,8 @@ from penstock.replay import Freshest, Prioritized, Selector, Table, Uniform, pri
 from penstock.replay.importance import importance_weights
 from penstock.replay.sumtree import SumTree
 
+pytestmark = pytest.mark.deep
+
 TAIL = 1e-4
 """Both tails of a chi-square test are checked: too close to expectation is as wrong as too far."""
 

@@ -204,6 +204,7 @@ def test_a_copy_that_was_killed_between_log_and_marker_is_repaired_by_the_next_r
             train(plane, 2)
 
 
+@pytest.mark.process
 def test_the_command_follows_a_run_beside_training(tmp_path: Path) -> None:
     run, target = tmp_path / "run", tmp_path / "copy"
     with ps.open(run, retain="all", **SETTINGS) as plane:

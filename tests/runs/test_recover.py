@@ -607,6 +607,7 @@ def test_whole_frames_are_found_at_any_offset_among_random_bytes(seed: int, tmp_
     assert [piece for piece in pieces_of(path) if piece[2]] == expected
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["magic everywhere", "large fronts", "sparse", "random"])
 def test_a_hostile_file_is_bounded_in_time_and_memory(kind: str, tmp_path: Path, pace: float) -> None:
     path, rng = tmp_path / "file", random.Random(1)

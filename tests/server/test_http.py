@@ -32,6 +32,8 @@ from penstock.server.plane_process import PlaneProcess
 from tests.support.groups import named_group
 from tests.support.plane_processes import SMALL
 
+pytestmark = pytest.mark.process
+
 DOOR = ("--listen=tcp://127.0.0.1:*", "--http=127.0.0.1:0")
 
 

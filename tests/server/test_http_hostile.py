@@ -23,6 +23,8 @@ from tests.support.attacks import Peak, chunked_body, connect, silent_connection
 from tests.support.pace import eventually
 from tests.support.plane_processes import SMALL
 
+pytestmark = pytest.mark.process
+
 HEAD = b"POST /v1/groups HTTP/1.1\r\nHost: x\r\n"
 
 

@@ -8,9 +8,13 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from penstock.server.http_api import MAX_FRAME_BYTES, MAX_JSON_BYTES, STATUS
 from penstock.server.plane_process import PlaneProcess
 from tests.support.plane_processes import SMALL
+
+pytestmark = pytest.mark.process
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "http.md"
 

@@ -21,6 +21,8 @@ from penstock.server.plane_process import PlaneProcess
 from penstock.server.prometheus import Snapshot, render
 from tests.support.plane_processes import SMALL
 
+pytestmark = pytest.mark.process
+
 
 def status() -> dict[str, Any]:
     with ps.open("memory:", ranks=1, seq_len=64, groups_per_step=1, run='odd "name"') as plane:

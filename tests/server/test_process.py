@@ -22,6 +22,8 @@ from penstock.server.plane_process import PlaneProcess
 from tests.support.pace import stretched
 from tests.support.plane_processes import SMALL, alive, wait_until
 
+pytestmark = pytest.mark.process
+
 PARENT = """
 import json, sys, time
 from penstock.server.plane_process import PlaneProcess

@@ -12,6 +12,8 @@ from penstock.server.plane_process import PlaneProcess
 from tests.support.pace import pace
 from tests.support.plane_processes import SMALL, alive, wait_until
 
+pytestmark = pytest.mark.process
+
 STALL_S = round(0.8 * pace(), 1)
 QUICK = (f"--set=watchdog.stall_s={STALL_S}", "--set=watchdog.grace_s=0.5", "--set=watchdog.end_s=1")
 

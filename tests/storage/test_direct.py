@@ -320,6 +320,7 @@ def test_a_write_that_finds_no_room_leaves_no_bytes_behind(tmp_path: Path) -> No
     assert storage.read(first) == [b"a" * 8192]
 
 
+@pytest.mark.process
 def test_a_group_that_only_its_worker_has_no_room_for_is_written_by_the_plane(tmp_path: Path) -> None:
     words = ["--ranks=1", "--seq-len=64", "--groups-per-step=2", "--listen=tcp://127.0.0.1:*"]
     plane = PlaneProcess([str(tmp_path / "run"), *words], stderr=subprocess.DEVNULL)

@@ -20,6 +20,8 @@ from penstock.testing.storage_suite import StorageSuite, stored_frame
 from tests.support.object_proxy import Fault, ObjectProxy
 from tests.support.s3_server import SECRET_KEY
 
+pytestmark = pytest.mark.deep
+
 
 class TestObjectStorage(StorageSuite):
     @pytest.fixture(autouse=True)

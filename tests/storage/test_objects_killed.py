@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.object_torture import torture_objects
+
+pytestmark = pytest.mark.process
 
 
 def test_a_run_on_an_object_store_survives_kills(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ from tests.support import storage_simulation
 from tests.support.oracle import Violated
 from tests.support.storage_simulation import StorageSimulation
 
+pytestmark = pytest.mark.deep
+
 Broken = Callable[[pytest.MonkeyPatch], None]
 RULES: dict[str, Broken] = {}
 

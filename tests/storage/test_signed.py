@@ -455,6 +455,7 @@ def test_azure_urls_are_made_for_one_object_and_one_kind_of_request(monkeypatch:
 # ------------------------------------------------------------------ kills
 
 
+@pytest.mark.process
 def test_a_run_of_workers_without_credentials_survives_kills(tmp_path: Path) -> None:
     """Plane, producers and ranks are killed. URLs live for three seconds, so many expire in between."""
     result, proxy = torture_objects(tmp_path / "run", kills=5, seed=7, sign_puts_s=3.0)

@@ -12,6 +12,8 @@ from penstock.train.attention import buckets_of
 from penstock.train.model import TOLERANCE, build_model, check_packing, forward
 from penstock.train.run_config import ModelConfig
 
+pytestmark = pytest.mark.deep
+
 TINY: dict[str, Any] = {
     "vocab_size": 20,
     "hidden_size": 32,

@@ -18,9 +18,12 @@ from penstock.testing.reference_images import draw_screenshot
 from penstock.train.mrope import mrope_positions
 
 pytestmark = [
+    pytest.mark.deep,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
+
+
 SMALL = dataclasses.replace(QWEN3_VL, family="small", patch=4, min_pixels=16 * 16, max_pixels=64 * 64)
 
 

@@ -67,6 +67,7 @@ def trainer_of(row: list[Token]) -> Any:
     return torch.tensor([[token.trainer for token in row]], dtype=torch.float64, requires_grad=True)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", RULES)
 @settings(max_examples=60)
 @given(row=st.lists(tokens, min_size=1, max_size=12))

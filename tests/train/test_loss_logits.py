@@ -55,6 +55,7 @@ def test_a_sample_has_the_same_values_whatever_stands_before_it(segments: list[i
         start += count
 
 
+@pytest.mark.deep
 @settings(max_examples=20)
 @given(segments=lengths, seed=st.integers(0, 1000), chunk=st.sampled_from([1, 3, 1024]))
 def test_gradients_of_both_results_are_exact(segments: list[int], seed: int, chunk: int) -> None:

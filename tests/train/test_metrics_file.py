@@ -58,6 +58,7 @@ def test_weights_and_biases_keeps_a_run_offline(tmp_path: Path, monkeypatch: pyt
     assert b"run-1" in data and b"train/reward" in data
 
 
+@pytest.mark.process
 def test_trackio_stores_a_run_and_continues_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trackio", reason="trackio is not installed")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))

@@ -31,6 +31,8 @@ from penstock.train.trainer import Trainer, train
 from tests.train.ranks import CONTEXT, meet_at, meeting_port, run_ranks
 from tests.train.test_trainer import recorded_groups
 
+pytestmark = pytest.mark.process
+
 Note = Callable[[Any], Any]
 
 

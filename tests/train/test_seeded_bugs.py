@@ -15,6 +15,8 @@ import torch
 from penstock.testing.trainer import Report, check
 from tests.train.seeded import VOCABULARY, Seeded, effect
 
+pytestmark = pytest.mark.deep
+
 torch.set_num_threads(1)
 CATALOGUES = ("tests.train.seeded_bugs",)
 SMALL = 0.01

@@ -87,6 +87,7 @@ def test_equals_the_plain_reference_for_any_k_and_chunk(
     assert values.tolist() == pytest.approx(want, rel=1e-6, abs=1e-7)
 
 
+@pytest.mark.deep
 @directions
 @settings(max_examples=20)
 @given(segments=lengths, seed=st.integers(0, 1000), k=st.integers(1, 5))

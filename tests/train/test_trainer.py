@@ -27,6 +27,8 @@ from penstock.train.run_config import FakeConfig, OptimizerConfig, TaskConfig, T
 from penstock.train.terms import Terms
 from penstock.train.trainer import Trainer, train
 
+pytestmark = pytest.mark.deep
+
 
 class Recorder:
     """Keeps what every step was made of."""

@@ -29,6 +29,8 @@ from tests.train.seeded import (
 from tests.train.seeded_bugs import parts, per_sample
 from tests.train.test_seeded_bugs import forward
 
+pytestmark = pytest.mark.deep
+
 torch.set_num_threads(1)
 
 

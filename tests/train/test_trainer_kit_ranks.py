@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 
@@ -16,6 +17,8 @@ from penstock.testing.trainer import check
 from penstock.train.run_config import OptimizerConfig, TrainConfig
 from penstock.train.trainer import Trainer
 from tests.train.ranks import run_ranks
+
+pytestmark = pytest.mark.process
 
 
 class Looks:

@@ -325,6 +325,7 @@ def two_ranks(rank: int, note: Callable[[Any], Any]) -> None:
     distributed.destroy_process_group()
 
 
+@pytest.mark.process
 def test_two_ranks_with_forests_have_the_gradient_of_one_with_plain_rows(tmp_path: Path) -> None:
     for worst in run_ranks(two_ranks, tmp_path):
         assert max(worst) < 1e-9

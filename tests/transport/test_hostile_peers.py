@@ -24,6 +24,8 @@ from tests.support.groups import named_group
 from tests.support.pace import pace
 from tests.support.plane_processes import SMALL
 
+pytestmark = pytest.mark.process
+
 MIB = 1 << 20
 GROWN_MB = 250
 """What an attack of a gigabyte and more may cost a plane that holds 1 MB: 17 MiB of message, 64 MiB beside it, and what

@@ -181,6 +181,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.process
 def test_a_column_added_in_one_line_travels_all_the_way(tmp_path: Path) -> None:
     """A copy of the package with one line more in `arrays/columns.py`, from a sample to the viewer."""
     package = tmp_path / "changed" / "penstock"

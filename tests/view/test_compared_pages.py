@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import penstock as ps
 from penstock.commands.diff import place
 from penstock.view import Export
@@ -17,6 +19,8 @@ from penstock.view.vocabulary import open_vocabulary
 from penstock.view.web import serving
 from tests.support.browser import keep_pictures, wait_until
 from tests.view.demo_page import ARTIFACTS, cell, keep, records
+
+pytestmark = pytest.mark.process
 
 
 def test_a_page_written_to_a_file_works_alone(page: Any, demo: Path, tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_an_image_of_an_earlier_export_is_our_error(tmp_path: Path) -> None:
         list(read_export(Place(str(path)), Lost()))
 
 
+@pytest.mark.process
 def test_two_exporters_of_one_rank_are_refused(tmp_path: Path) -> None:
     first = TokenExporter(tmp_path, rank=0, world=2)
     with pytest.raises(Conflict, match=r"another exporter of rank 0 \(this process\) writes here"):

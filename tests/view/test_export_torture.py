@@ -17,9 +17,12 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from penstock.view import Export
 from penstock.view.record import Skipped
+
+pytestmark = pytest.mark.process
 
 SCRIPT = '''
 import os, pathlib, shutil, signal, sys

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from penstock.arrays import Sample
 from penstock.demo.tasks import write_tokenizer
@@ -17,6 +18,8 @@ from penstock.view.web import serving
 from tests.support.browser import keep_pictures, wait_until
 from tests.support.exports import terms_of
 from tests.view.run_pages import ARTIFACTS, address, records
+
+pytestmark = pytest.mark.process
 
 
 def test_rollouts_of_a_prompt_stand_together_and_open_as_a_tree(at: Any, home: Path) -> None:

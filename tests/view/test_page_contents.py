@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import penstock as ps
 from penstock.arrays import ImageSpan, Sample
@@ -21,6 +22,8 @@ from penstock.view.web import serving
 from tests.support.browser import wait_until
 from tests.support.exports import Words, terms_of
 from tests.view.demo_page import cell, keep
+
+pytestmark = pytest.mark.process
 
 
 def one_sample_export(folder: Path, sample: Sample, **settings: Any) -> Export:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import penstock as ps
 from penstock.view import Export
 from penstock.view.library import Library
 from penstock.view.web import serving
 from tests.support.browser import keep_pictures, wait_until
 from tests.view.run_pages import ARTIFACTS, address
+
+pytestmark = pytest.mark.process
 
 
 def test_a_run_without_exports_shows_curves_prompts_and_tokens(page: Any, tmp_path: Path) -> None:

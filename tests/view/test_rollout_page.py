@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from penstock.view import Export
 from penstock.view.library import Library
 from penstock.view.web import serving
 from tests.support.browser import wait_until
 from tests.view.exporting import batch_of, export, sample
+
+pytestmark = pytest.mark.process
 
 KNOWN = {
     "metrics": {"format": 0.5},

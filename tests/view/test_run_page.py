@@ -15,6 +15,8 @@ import pytest
 from tests.support.browser import keep_pictures, wait_until
 from tests.view.run_pages import ARTIFACTS, STEPS, address, keys, metrics
 
+pytestmark = pytest.mark.process
+
 
 def test_the_run_page_draws_every_step_that_was_written_down(at: Any) -> None:
     page = at("run/runs/alpha/3", ".chart")

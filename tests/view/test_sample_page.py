@@ -16,6 +16,8 @@ from penstock.view import masking_rules
 from tests.support.browser import wait_until
 from tests.view.demo_page import cell, current, keep, names, records
 
+pytestmark = pytest.mark.process
+
 
 def test_the_page_loads_with_samples_tokens_and_no_token_in_the_address(opened: Any, demo: Path) -> None:
     assert opened.text_content("#count") == f"{len(records(demo))} samples"

@@ -18,6 +18,8 @@ from penstock.view.vocabulary import open_vocabulary
 from tests.support.browser import keep_pictures, wait_until
 from tests.view.run_pages import ARTIFACTS, records
 
+pytestmark = pytest.mark.process
+
 PAGES = {"samples": "#counts table", "step": "#step-counts table", "run": ".chart", "groups": "#groups"}
 
 

@@ -94,6 +94,7 @@ def test_unigram_vocabularies_and_added_tokens_are_read(tmp_path: Path) -> None:
     assert [vocabulary.text(i) for i in range(4)] == ["<unk>", " a", "Ġ<x>", None]
 
 
+@pytest.mark.process
 def test_view_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     """The whole command in a process of its own: it prints the URL, answers, and ends on Ctrl-C."""
     make_export(tmp_path / "demo", steps=1, groups=1, size=1)
@@ -112,6 +113,7 @@ def test_view_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
         assert match[2] not in process.stderr.read()
 
 
+@pytest.mark.process
 def test_reading_and_showing_need_no_torch() -> None:
     code = "import sys, penstock.view, penstock.view.web, penstock.view.diff; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

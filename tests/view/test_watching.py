@@ -24,6 +24,8 @@ from penstock.view.web import listening, make_app, make_server, serving, static_
 from tests.support.browser import keep_pictures, wait_until
 from tests.support.exports import make_export, terms_of
 
+pytestmark = pytest.mark.process
+
 ARTIFACTS = Path(__file__).resolve().parents[2] / "artifacts" / "pages"
 
 

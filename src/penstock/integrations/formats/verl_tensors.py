@@ -58,20 +58,30 @@ def from_verl(batch: Any, *, lost: Lost | None = None, where: str = "batch") -> 
     ([5, 6], [False, True], 1.0, '17')
     """
     fields = _fields(batch)
-    rows = len(fields.get("responses", ()))
+    flat = [name for name in fields if np.ndim(fields[name]) == 0 or not hasattr(fields[name], "__len__")]
+    if flat and flat != [_TEMPERATURE]:  # one temperature may hold for all rows
+        name = next(name for name in flat if name != _TEMPERATURE)
+        raise InvalidInput(f"{where}: {name} is a single value; a batch has one per sample")
+    missing = [name for name in ("prompts", "responses") if name not in fields]
+    if missing:
+        raise InvalidInput(f"{where}: no {missing[0]}; a batch has prompts and responses, it has {', '.join(fields)}")
+    rows = len(fields["responses"])
     if _TEMPERATURE in fields:
-        fields[_TEMPERATURE] = np.broadcast_to(np.asarray(fields[_TEMPERATURE], np.float32).reshape(-1), rows)
+        fields[_TEMPERATURE] = _temperatures(fields[_TEMPERATURE], rows, where)
     if lost is not None:
         lost.unread.update({name: rows for name in fields if name not in _READ})
         if (greedy := int((fields.get(_TEMPERATURE, np.ones(1)) <= 0).sum())) > 0:
             lost.unread[_TEMPERATURE] += greedy
-    flat = next((name for name in fields if np.ndim(fields[name]) == 0 or not hasattr(fields[name], "__len__")), None)
-    if flat is not None:
-        raise InvalidInput(f"{where}: {flat} is a single value; a batch has one per sample")
-    missing = [name for name in ("prompts", "responses") if name not in fields]
-    if missing:
-        raise InvalidInput(f"{where}: no {missing[0]}; a batch has prompts and responses, it has {', '.join(fields)}")
     return [_row(fields, i, where) for i in range(len(fields["responses"]))]
+
+
+def _temperatures(value: Any, rows: int, where: str) -> Array:
+    """Return one temperature per row."""
+    try:
+        found = np.asarray(value, np.float32).reshape(-1)
+        return np.broadcast_to(found, rows)
+    except (TypeError, ValueError):
+        raise InvalidInput(f"{where}: temperature: give one number, or one for each of {rows} rows") from None
 
 
 def to_verl(samples: Sequence[Sample], *, pad_id: int = 0, lost: Lost | None = None) -> dict[str, Array]:
