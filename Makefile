@@ -4,7 +4,7 @@
 # torch and everything else again: the suite then takes half as long again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-fast test-ray test-packaging test-integrations bench docs release-check clean
+.PHONY: help demo test test-fast test-ray test-packaging test-integrations test-canary bench docs release-check clean
 
 help:
 	@echo "make demo    set up, then watch a policy learn on this machine"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-ray         the tests on a real Ray cluster of this machine, in .venv-ray: on loopback, and the demo also on a host with an address"
 	@echo "make test-packaging   build the package and try it in fresh environments, on every Python that is found"
 	@echo "make test-integrations       NeMo-Gym, TransferQueue and verl, with those packages in an environment of their own"
+	@echo "make test-canary      newest releases and pre-releases of the packages that integrations touch, each in its own environment"
 	@echo "make bench   set up, then measure against rivals on this machine"
 	@echo "make docs    build the documentation site into build/site, in .venv-docs; fails on a broken link"
 	@echo "make release-check    wheel, sdist, metadata, changelog, and the lowest declared versions of the dependencies"
@@ -40,6 +41,10 @@ test-ray:
 test-packaging:
 	@bash scripts/setup dev,bench
 	.venv/bin/python scripts/test_packaging.py
+
+test-canary:
+	@bash scripts/setup dev,bench
+	.venv/bin/python scripts/test_canary.py --write
 
 test-integrations:
 	@bash scripts/setup_integrations build/upstream
