@@ -30,6 +30,9 @@ def test_the_run_page_draws_every_step_that_was_written_down(at: Any) -> None:
     assert keys(page, "Memory") == {"": "460 MB"}
     assert keys(page, "Held") == {"": "40"} and keys(page, "mine/own number") == {"": "120"}
     assert page.text_content("#live") == "finished" and page.text_content("#state").startswith("Finished at")
+    verdict = page.text_content("#verdict")
+    assert verdict.startswith("Reward went from ") and "the trainer waits 25 % of the time" in verdict
+    assert "samples are 1.5 policy versions old" in verdict and "mismatch KL has risen" in verdict
     keep_pictures(page, ARTIFACTS, "run")
 
 

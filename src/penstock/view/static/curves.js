@@ -157,6 +157,41 @@
     return charts;
   };
 
+  const RECENT = 20;
+  const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+
+  // One sentence on how the run is doing, from its last steps; empty where nothing is known.
+  ps.verdictOf = function (found) {
+    const charts = ps.curvesOf(found);
+    const values = (title, label) => {
+      const chart = charts.find((one) => one.title === title);
+      const line = chart && chart.lines.find((one) => one.label === label);
+      return line ? line.ys.filter(Number.isFinite) : [];
+    };
+    const parts = [];
+    const reward = values("Reward", "reward");
+    if (reward.length > 2 * RECENT)
+      parts.push(
+        `Reward went from ${ps.number(mean(reward.slice(0, RECENT)))} to ${ps.number(mean(reward.slice(-RECENT)))}`,
+      );
+    const wait = values("Wait against compute", "waiting for samples").slice(-RECENT);
+    const compute = values("Wait against compute", "computing").slice(-RECENT);
+    if (wait.length && compute.length) {
+      const share = mean(wait) / (mean(wait) + mean(compute) || 1);
+      parts.push(`the trainer waits ${ps.percent(share, 1)} of the time`);
+    }
+    const stale = values("Staleness", "mean").slice(-RECENT);
+    if (stale.length) parts.push(`samples are ${ps.number(mean(stale))} policy versions old`);
+    const kl = values("Mismatch KL", "mismatch KL");
+    if (kl.length > 2 * RECENT) {
+      const [before, now] = [mean(kl.slice(0, RECENT)), mean(kl.slice(-RECENT))];
+      const trend = now > 2 * before ? "has risen" : now < before / 2 ? "has fallen" : "is steady";
+      parts.push(`mismatch KL ${trend} (${ps.number(now)})`);
+    }
+    const text = parts.join("; ");
+    return text && text[0].toUpperCase() + text.slice(1) + ".";
+  };
+
   // New rows of a run, put where they belong: a step that was trained again replaces what was there.
   ps.mergeRows = function (metrics, more) {
     if (!metrics.step) metrics.step = [];

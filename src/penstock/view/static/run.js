@@ -275,6 +275,7 @@
       ps.fill(page.querySelector(".curves"), ...charts.map((chart) => chart.element));
     }
     page.querySelector(".tools").hidden = !charts.length;
+    page.querySelector("#verdict").textContent = ps.verdictOf(shown[0].found);
     page.querySelector(".said").textContent = charts.length
       ? "Drag over a chart to look closer, double-click to see all. A click opens the nearest exported step."
       : "No number yet: the curves begin when the first step is trained.";
@@ -300,6 +301,7 @@
       ps.fill(
         element,
         ps.el("p", { class: "state", id: "state", role: "status" }, words),
+        ps.el("p", { id: "verdict" }),
         controls(others),
         ps.el("p", { class: "dim small said" }),
         ps.el("div", { class: "curves" }),
