@@ -148,7 +148,7 @@ def producer(number: int, pipe: Connection) -> None:
                 return sums_of(groups)
             case "put":
                 begin, longest_s = time.perf_counter(), 0.0
-                if request["many"]:
+                if request.get("many"):
                     planes[request["plane"]].put_many(samples_of(group) for group in groups)
                     longest_s = time.perf_counter() - begin
                 else:

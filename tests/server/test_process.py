@@ -247,7 +247,7 @@ def test_ranks_do_not_wait_for_one_that_left_before_the_plane_restarted(tmp_path
 
 
 def test_a_launcher_says_when_the_process_did_not_come_up(tmp_path: Path) -> None:
-    with pytest.raises(PlaneLost, match="ended with code 1 before it listened"):
+    with pytest.raises(PlaneLost, match="ended with code 2 before it listened"):
         PlaneProcess([str(tmp_path / "run"), "--ranks=0"], stderr=subprocess.DEVNULL)
 
 

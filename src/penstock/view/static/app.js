@@ -252,7 +252,8 @@
     const chosen = overview.exports.find((one) => one.name === at.export);
     if (!chosen || !chosen.runs.some((run) => run.run === at.run)) return void follow();
     const run = runNow();
-    const isFirst = !before.steps.length && run.steps.length > 0;
+    // The steps are others when the first one is exported after the plane's own were shown.
+    const isFirst = run.steps.length > 0 && !run.steps.includes(at.step);
     if (isFirst) at.step = run.steps[run.steps.length - 1];
     if (run.steps.length !== before.steps.length) {
       ps.source.forgetRun(at);
