@@ -28,8 +28,11 @@ def bug(name: str, about: str, **hooks: Any) -> Seeded:
 
 
 def changed(**change: Callable[[Tensors], torch.Tensor]) -> Callable[[Tensors, MicroBatch], Tensors]:
-    """Make a hook that replaces columns."""
-    return lambda columns, batch: {**columns, **{name: make(columns) for name, make in change.items()}}
+    """Make a hook that replaces columns, where a micro-batch has them."""
+    return lambda columns, batch: {
+        **columns,
+        **{name: make(columns) for name, make in change.items() if name in columns},
+    }
 
 
 def segments(columns: Tensors) -> torch.Tensor:
@@ -206,7 +209,8 @@ def on_logits(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any, 
 
 
 def temperature_after(logits: torch.Tensor, columns: Tensors) -> torch.Tensor:
-    return logprobs_of(logits, {**columns, "temperatures": torch.ones(len(logits))}) / columns["temperatures"]
+    ones = torch.ones(len(logits))
+    return logprobs_of(logits, {**columns, "temperatures": ones}) / columns.get("temperatures", ones)
 
 
 def shifted_twice(logits: torch.Tensor, columns: Tensors) -> torch.Tensor:
@@ -214,7 +218,8 @@ def shifted_twice(logits: torch.Tensor, columns: Tensors) -> torch.Tensor:
 
 
 def smoothed(logits: torch.Tensor, columns: Tensors) -> torch.Tensor:
-    mean = (logits[:-1] / columns["temperatures"][1:, None]).log_softmax(-1).mean(-1)
+    temperatures = columns.get("temperatures", torch.ones(len(logits)))
+    mean = (logits[:-1] / temperatures[1:, None]).log_softmax(-1).mean(-1)
     return 0.95 * logprobs_of(logits, columns) + 0.05 * torch.cat([mean.new_zeros(1), mean])
 
 
