@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from penstock.testing.trainer import Report, check
+from tests.train import strangers_bugs
 from tests.train.seeded import VOCABULARY, Seeded, effect
 
 pytestmark = pytest.mark.deep
 
 torch.set_num_threads(1)
-CATALOGUES = ("tests.train.seeded_bugs",)
+CATALOGUES = ("tests.train.seeded_bugs", "tests.train.strangers_bugs")
 SMALL = 0.01
 """A change of the gradient that need not be found."""
 
@@ -127,12 +128,100 @@ NAMED = {
 """Seeded bug -> the finding that names it."""
 ROUGHLY = {"other weights than the sampler's": "the forward pass is not the model's"}
 """Seeded bug -> a finding that has the right part of the trainer, and not the cause."""
+STRANGERS_NAMED = {
+    "last segment is taken for padding": "the last sequence of a row is not trained, padding or not",
+    "drop_last": "the last micro-batch is not trained",
+    "peeked micro-batch runs twice": "the first micro-batch is trained twice",
+    "every rank reads rank 0": "only one rank is trained, not averaged",
+    "only good samples": "negative advantages are clamped to 0",
+    "labels cut at 24 tokens": "a sample is cut after 24 tokens",
+    "first token of a turn not trained": "the first trained token of every turn is not trained",
+    "token after a turn trained": "the token after every turn is trained as well",
+    "only the last turn": "only the last turn is trained",
+    "pad id is the EOS id": "the id 2 is never trained",
+    "mask rolled by one": "mask one token early",
+    "boundaries one token late": "boundaries of attention are one token late",
+    "positions start at 1": "positions begin at 1",
+    "positions start anew at each turn": "positions begin anew after every turn",
+    "a little dropout": "the gradient is random",
+    "one temperature per row": "temperature of the first token of the row",
+    "temperature after the softmax": "log-probabilities are divided by the temperature, and not logits",
+    "temperature multiplied": "logits are multiplied by the temperature",
+    "shifted twice": "token t is predicted from t - 2 (shifted twice)",
+    "sampler's log-probabilities one late": "logprobs of the token before",
+    "sampler's log-probabilities in base 2": "logprobs are in another base",
+    "whitened per micro-batch": "advantages are normalized over the row",
+    "advantages clamped": "advantages are clamped to 1",
+    "bad samples count half": "negative advantages count 0.5 times",
+    "advantage of the first token": "advantage of the sample's first token for all its tokens",
+    "upper clip of 0.28": "ratios are clipped at 0.8 and 1.28",
+    "ratio of the sequence": "ratio of the sample's mean log-ratio",
+    "clipped weights on the likelihood": "the ratio counts as a constant and is clipped",
+    "clamped without minimum": "ratios are clipped on both sides whatever the advantage",
+    "clip ignores the sign": "ratios are clipped from above for both signs",
+    "penalty towards the sampler": "a term is added to the loss: 0.04 x KL to the sampler (k2, squared log-ratio)",
+    "likelihood of the context": "a term is added to the loss: 0.01 x cross-entropy of context and padding",
+    "far ratios masked": "ratios above 2 or below 0.5 are left out",
+    "SFT weighs by advantage": "the loss is multiplied by the advantages once more, or though it has none",
+    "SFT trains the context": "a term is added to the loss: 0.1 x cross-entropy of context and padding",
+    "KL towards the sampler": "the sampler's logprobs are read in place of teacher_logprobs",
+    "KL the wrong way": "KL to the reference has the two swapped",
+    "one token too many per sample": "divided by trained tokens + samples",
+    "denominator per rank": "divided by trained tokens of the rank, averaged over ranks",
+    "padding in the denominator": "scaled by the share of each micro-batch that is not padding",
+    "denominator of the first step": "divided by 9 in every step, whatever it trains",
+    "sample mean over the whole length": "mean over samples of the mean over all their tokens",
+    "gradients added up by the exchange": "ranks are counted twice: the step is larger with every rank",
+    "only the last micro-batch exchanged": "only the last micro-batch is exchanged between ranks",
+    "bias frozen": "parameters without a gradient: bias",
+    "head learns slower": "gradients of some parameters: head x 0.9",
+    "gradient elements clamped": "values of the gradient are clipped to 0.03 on each rank",
+    "clipped per micro-batch": "the gradient is clipped to the norm 0.2 in each micro-batch",
+}
+"""The same for `strangers_bugs`."""
+STRANGERS_ROUGHLY = {
+    "overlong filter left on": "samples longer than 19 tokens are left out",
+    "running scale of advantages": "the gradient depends on earlier steps, or on chance",
+    "mean over unclipped tokens": "the gradient of one sample alone is wrong",
+    "rows of ids 0 to 2 frozen": "the loss is right, its gradient is not: something is detached or frozen",
+    "gradient not cleared": "the gradient depends on earlier steps, or on chance",
+}
+STRANGERS_IN_THE_TABLE = {
+    "logits in half precision": "rounding, as large as bfloat16 makes it",
+    "gradient through scores cut": "the loss is right, its gradient is not: something is detached or frozen",
+    "prefetched step is one behind": "the gradient depends on earlier steps, or on chance",
+    "every second boundary missed": "samples of one row change each other's gradient",
+    "sliding window": "the forward pass is not the model's",
+    "causal mask off by one": "the forward pass is not the model's",
+    "position table of 20": "the forward pass is not the model's",
+    "context from a cache": "the loss is right, its gradient is not: something is detached or frozen",
+    "tied embedding cut": "the loss is right, its gradient is not: something is detached or frozen",
+    "padded vocabulary": "the gradient of one sample alone is wrong",
+    "logits capped": "the gradient of one sample alone is wrong",
+    "last id missing from the softmax": "the gradient of one sample alone is wrong",
+    "label smoothing left on": "the gradient of one sample alone is wrong",
+    "sampler's log-probabilities rounded": "the gradient of one sample alone is wrong",
+    "advantages of the neighbour": (
+        "advantage of the sample's last token for all its tokens; padding changes the gradient"
+    ),
+    "discount left on": "the gradient of one sample alone is wrong",
+    "root of the length": "the gradient of one sample alone is wrong",
+    "mean of turns": "the gradient of one sample alone is wrong",
+    "optimizer steps per micro-batch": "the gradient depends on how a step is cut into micro-batches",
+}
+"""Named (the first) or roughly named, and not in the test: where no bug explains a gradient, the check tries all pairs,
+for 4 s each."""
+EXPECTED = {**NAMED, **ROUGHLY, **STRANGERS_NAMED, **STRANGERS_ROUGHLY, **STRANGERS_IN_THE_TABLE}
 
 
-@pytest.mark.parametrize("bug", all_bugs(), ids=lambda bug: bug.name)
+def quick_bugs() -> list[Seeded]:
+    return [bug for bug in all_bugs() if bug.name not in STRANGERS_IN_THE_TABLE]
+
+
+@pytest.mark.parametrize("bug", quick_bugs(), ids=lambda bug: bug.name)
 def test_a_seeded_bug_is_found_and_named(bug: Seeded) -> None:
     report = report_of(bug)
-    wanted = NAMED.get(bug.name) or ROUGHLY.get(bug.name)
+    wanted = EXPECTED.get(bug.name)
     if wanted is None:
         assert report.findings or effect(bug) < SMALL, report
     else:
@@ -144,8 +233,18 @@ def test_the_first_catalogue_has_a_judgement_for_every_bug() -> None:
     assert len(names) == len(set(names)) and set(names) == {*NAMED, *ROUGHLY}
 
 
+def test_the_second_catalogue_has_a_judgement_for_every_bug() -> None:
+    names = [bug.name for bug in strangers_bugs.BUGS]
+    assert len(names) == len(set(names))
+    assert set(names) == {*STRANGERS_NAMED, *STRANGERS_ROUGHLY, *STRANGERS_IN_THE_TABLE}
+    both = set(STRANGERS_NAMED) & set(NAMED)
+    assert {name: NAMED[name] for name in both} == {name: STRANGERS_NAMED[name] for name in both}
+
+
 if __name__ == "__main__":
     for one in all_bugs():
         if len(sys.argv) < 2 or sys.argv[1] in one.name:
-            changed = effect(one)
-            print(f"{one.name:44} {changed:8.1%}  {'; '.join(report_of(one).bugs) or 'ok'}")
+            found = "; ".join(report_of(one).bugs) or "ok"  # first: some bugs remember what they trained
+            changed = strangers_bugs.effect_of(one) if one.name in strangers_bugs.RIGHT else effect(one)
+            as_written = "" if found == EXPECTED.get(one.name) else "  (not what the test expects)"
+            print(f"{one.name:44} {changed:8.1%}  {found}{as_written}")

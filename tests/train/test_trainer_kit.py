@@ -10,7 +10,7 @@ import torch
 
 from penstock.client import Step
 from penstock.errors import InvalidInput
-from penstock.packing import MicroBatch
+from penstock.packing import MicroBatch, PackedStep
 from penstock.testing.trainer import Report, check, each_rank
 from penstock.train import Terms, to_torch, token_logprobs
 from penstock.train.loss import Dppo, Grpo, Ipo, Loss, Sft
@@ -24,6 +24,7 @@ from tests.train.seeded import (
     logits_of,
     logprobs_of,
     ppo,
+    realistic,
     train,
 )
 from tests.train.seeded_bugs import parts, per_sample
@@ -208,6 +209,17 @@ def test_noise_as_small_as_the_order_of_additions_is_accepted() -> None:
 
     report = checked(run)
     assert report.ok and 0 < report.noise < 1e-3, report
+
+
+def test_what_is_left_from_the_step_before_is_not_called_chance() -> None:
+    steps = [realistic()]
+
+    def one_behind(step: PackedStep) -> Any:
+        steps.append(step)
+        return each_rank(train)(steps[-2])
+
+    report = check(one_behind, vocabulary=VOCABULARY, model=Tiny, loss=Grpo(), forward=forward)
+    assert report.bugs == ("the gradient depends on earlier steps, or on chance",), report
 
 
 # ------------------------------------------------------------------ two bugs, and bias behind noise

@@ -165,7 +165,8 @@ def _check_with_reference(step_fn: StepFunction, reference: Reference, loss: Any
         loss=loss,
     )
     # What is left to chance comes first: the rest may follow from it.
-    findings = [*noise.findings, *noise.later(runner, allowed, rerun(measured)), *judge.findings()]
+    later = noise.later(runner, allowed, rerun(measured))
+    findings = [*noise.findings, *later, *(one for one in judge.findings() if one.known or not later)]
     if not findings:
         findings = wrong_losses(measured, options.per, 10 * options.tolerance)
     return _report(runner, findings, noise, "reference")

@@ -129,6 +129,7 @@ def _masks(special_ids: Sequence[int]) -> list[Hypothesis]:
         "the prompt is trained as well": _everything,
         "the prompt is trained as well, untrained samples too": lambda mask, ids: np.arange(len(mask)) > 0,
         "context is trained instead of sampled tokens": _context,
+        "the token after every turn is trained as well": lambda mask, ids: mask | np.append(False, mask[:-1]),
         "samples with one trained token are left out": lambda mask, ids: mask & (mask.sum() > 1),
         "samples with several turns are left out": lambda mask, ids: mask & (len(spans_of(mask)) < 2),
         "only every other trained token is trained": lambda mask, ids: mask & (np.cumsum(mask) % 2 == 1),
@@ -152,6 +153,7 @@ def _masks(special_ids: Sequence[int]) -> list[Hypothesis]:
         "the last sample of a row is not trained": lambda row: _only(row, lambda i, n: i < n - 1 or n == 1),
         "the first sample of a row is not trained": lambda row: _only(row, lambda i, n: i > 0 or n == 1),
         "the last token of a row is never trained": _no_last,
+        "the last sequence of a row is not trained, padding or not": _no_last_sequence,
     }
     found = []
     for name, change in rows.items():
@@ -195,6 +197,12 @@ def _only(row: Row, kept: Callable[[int, int], bool]) -> Row:
 def _no_last(row: Row) -> Row:
     mask = row.mask.copy()
     mask[-1:] = False
+    return row.with_columns(loss_mask=mask)
+
+
+def _no_last_sequence(row: Row) -> Row:
+    mask = row.mask.copy()
+    mask[row.bounds[-1][0] :] = False
     return row.with_columns(loss_mask=mask)
 
 
@@ -244,10 +252,24 @@ def _from_falls(row: Row) -> Row:
     return replace(row, bounds=tuple(itertools.pairwise(edges)))
 
 
+def _moved_bounds(row: Row, by: int) -> Row:
+    """Sequences begin some tokens late or early; the first and the last edge stay."""
+    edges = [0, *(min(max(b + by, 0), row.size) for _, b in row.bounds[:-1]), row.size]
+    return replace(row, bounds=tuple(pair for pair in itertools.pairwise(edges) if pair[0] < pair[1]), across=True)
+
+
+def _since_turn(row: Row) -> NDArray[np.int64]:
+    """Positions that begin anew after every trained span."""
+    out = row.columns["position_ids"].copy()
+    for a, b in row.samples:
+        for _, end in spans_of(row.mask[a:b]):
+            out[a + end : b] = np.arange(b - a - end)
+    return out
+
+
 def _passes() -> list[Hypothesis]:
-    whole = "attention sees the other samples of a row"
     changes: list[tuple[str, str, Callable[[Row], Row]]] = [
-        (whole, _ROWS, lambda row: _one_sequence(row, False)),
+        ("attention sees the other samples of a row", _ROWS, lambda row: _one_sequence(row, False)),
         (
             "positions and attention run on through a row",
             _ROWS,
@@ -258,7 +280,10 @@ def _passes() -> list[Hypothesis]:
         ("positions begin at 2", _ROWS, _with_positions(lambda row: row.columns["position_ids"] + 2)),
         ("all positions are 0", _ROWS, _with_positions(lambda row: row.columns["position_ids"] * 0)),
         ("positions are counted from the end", _ROWS, _with_positions(_reversed_positions)),
+        ("positions begin anew after every turn", _ROWS, _with_positions(_since_turn)),
         ("boundaries are taken from falls of position_ids", _ROWS, _from_falls),
+        ("boundaries of attention are one token late", _ROWS, lambda row: _moved_bounds(row, 1)),
+        ("boundaries of attention are one token early", _ROWS, lambda row: _moved_bounds(row, -1)),
         ("the prompt is not seen", "pass the whole sample through the model, context included", _without_prompt),
         (
             "the prompt is not seen",

@@ -19,6 +19,13 @@ _RATIO = "the ratio of token t is exp(logprob of token t now - logprobs[t]), eac
 _CLIP = "take the smaller of ratio * advantage and clipped ratio * advantage"
 
 
+_TIMES = Hypothesis(
+    name="the loss is multiplied by the advantages once more, or though it has none",
+    fix="leave advantages out of a loss without them",
+    push=lambda columns, t, right: right * columns["advantages"],
+)
+
+
 def column(name: str, change: Callable[[Vector, Row], Vector]) -> Callable[[Row], Row]:
     """Return a change of one column of a row, where it has it."""
 
@@ -74,7 +81,7 @@ def advantage_bugs() -> list[Hypothesis]:
         for ddof in (0, 1):
             changes |= _normalized(what, scope, ddof)
     seen = [Hypothesis(name=name, fix=_ADVANTAGE, row=column("advantages", fn)) for name, fn in changes.items()]
-    return [replace(one, name=one.name.split("|")[0]) for one in seen] + _normalized_over_steps()
+    return [*(replace(one, name=one.name.split("|")[0]) for one in seen), *_normalized_over_steps(), _TIMES]
 
 
 def _normalized(what: str, scope: Any, ddof: int) -> dict[str, Callable[[Vector, Row], Vector]]:
@@ -152,6 +159,7 @@ def ratio_bugs(low: float, high: float) -> list[Hypothesis]:
         "mean logprob of the sample for all its tokens": lambda s, row: spread(s, row, lambda v: float(v.mean())),
         "logprobs are in another base": lambda s, row: s / np.log(2),
     }
+    swapped = "teacher_logprobs[t] are the reference's, logprobs[t] the sampler's"
     ratios = _forms_of_ratio(low, high)
     found = [Hypothesis(name=name, fix=_CLIP, push=_form(change)) for name, change in _clips(low, high).items()]
     found += [Hypothesis(name=name, fix=_RATIO, push=_form(change)) for name, change in ratios.items()]
@@ -161,6 +169,13 @@ def ratio_bugs(low: float, high: float) -> list[Hypothesis]:
         if "sample" in name
     ]
     found += [Hypothesis(name=name, fix=_RATIO, row=column("logprobs", fn)) for name, fn in changes.items()]
+    found.append(
+        Hypothesis(
+            name="the sampler's logprobs are read in place of teacher_logprobs",
+            fix=swapped,
+            row=column("teacher_logprobs", lambda v, row: row.columns["logprobs"]),
+        )
+    )
     for name in ("rl_weights", "ce_weights", "ref_kl_weights", "teacher_logprobs"):
         fix = f"{name}[t] belongs to token t"
         found += [
@@ -234,6 +249,8 @@ def _forms_of_ratio(low: float, high: float) -> dict[str, Form]:
         ratios[f"ratios above {cap:g} are cut to it, and nothing else is clipped"] = _clip(10.0, cap - 1)
         ratios[f"ratios above {cap:g} are left out for both signs, and nothing else is clipped"] = _below(cap)
         ratios[f"ratios above {cap:g} are left out"] = _left_out(cap, low, high, both=True)
+    for cap in _CAPS[1:]:
+        ratios[f"ratios above {cap:g} or below {1 / cap:.3g} are left out"] = _between(cap, low, high)
     return ratios
 
 
@@ -252,6 +269,10 @@ def _capped(cap: float) -> Form:
 
 def _left_out(cap: float, low: float, high: float, *, both: bool) -> Form:
     return lambda a, r, m: -a * r * _kept(a, r, low, high) * ~((both | (a < 0)) & (r > cap))
+
+
+def _between(cap: float, low: float, high: float) -> Form:
+    return lambda a, r, m: -a * r * _kept(a, r, low, high) * (r < cap) * (r > 1 / cap)
 
 
 def _clip(low: float, high: float) -> Form:

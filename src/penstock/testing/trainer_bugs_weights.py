@@ -63,7 +63,7 @@ def weight_bugs() -> list[Hypothesis]:
     found: list[Hypothesis] = []
     for what, count in whats:
         found += _denominators(what, count)
-    return found + _other_weights() + _micro_batches()
+    return found + _near_counts() + _other_weights() + _micro_batches()
 
 
 def _denominators(what: str, count: Callable[[Row], float]) -> list[Hypothesis]:
@@ -98,6 +98,20 @@ def _denominators(what: str, count: Callable[[Row], float]) -> list[Hypothesis]:
     return [Hypothesis(name=name, fix=_COUNT, weights=weights) for name, weights in forms]
 
 
+def _near_counts() -> list[Hypothesis]:
+    """Counts that are nearly right."""
+    forms: dict[str, Callable[[Place], Vector | float]] = {
+        "divided by trained tokens + 1": lambda p: 1 / (p.step.loss_tokens + 1),
+        "divided by trained tokens - 1": lambda p: 1 / max(p.step.loss_tokens - 1, 1),
+        "divided by trained tokens + samples": lambda p: 1 / max(p.step.loss_tokens + p.step.denominators.samples, 1),
+        "divided by trained tokens - samples": lambda p: 1 / max(p.step.loss_tokens - p.step.denominators.samples, 1),
+        "scaled by the share of each micro-batch that is not padding": lambda p: (
+            p.right * sum(b - a for a, b in p.row.samples) / p.row.size
+        ),
+    }
+    return [Hypothesis(name=name, fix=_COUNT, weights=weights) for name, weights in forms.items()]
+
+
 def _other_weights() -> list[Hypothesis]:
     def by_sample(weight: Callable[[float, float], float], denominator: Callable[[Place], float]) -> Any:
         """Weights from the trained tokens and the length of each sample."""
@@ -126,8 +140,6 @@ def _other_weights() -> list[Hypothesis]:
         ("not divided by anything, averaged over ranks", lambda p: 1.0 / p.world),
         ("divided by the number of micro-batches again", lambda p: p.right / len(p.own)),
         ("multiplied by the number of micro-batches", lambda p: p.right * len(p.own)),
-        ("divided by trained tokens + 1", lambda p: 1 / (p.step.loss_tokens + 1)),
-        ("divided by trained tokens - 1", lambda p: 1 / max(p.step.loss_tokens - 1, 1)),
         ("divided by the groups of the step", lambda p: 1 / max(p.step.denominators.groups, 1)),
         ("dummy micro-batches are counted", _with_dummies),
         ("mean over samples of the mean over their tokens", by_sample(lambda n, t: 1 / max(n, 1), trained_samples)),
@@ -136,6 +148,10 @@ def _other_weights() -> list[Hypothesis]:
             by_sample(lambda n, t: 1 / max(n, 1), lambda p: p.step.denominators.samples),
         ),
         ("mean over a row's samples of the mean over their tokens", by_sample(lambda n, t: 1 / max(n, 1), in_row)),
+        (
+            "mean over samples of the mean over all their tokens",
+            by_sample(lambda n, t: 1 / t, lambda p: p.step.denominators.samples),
+        ),
         ("divided by each sample's trained tokens too", by_sample(lambda n, t: 1 / max(n, 1), step_tokens)),
         ("divided by each sample's length too", by_sample(lambda n, t: 1 / t, step_tokens)),
         ("divided by the root of each sample's length", by_sample(lambda n, t: t**-0.5, step_tokens)),
@@ -176,6 +192,9 @@ def _micro_batches() -> list[Hypothesis]:
         ),
         "micro-batches are weighted by their place": lambda p: p.index + 1,
         "every other micro-batch is trained": lambda p: p.index % 2 == 0,
+        "only the last micro-batch is exchanged between ranks": lambda p: (
+            1 if p.index == len(p.own) - 1 else p.world * (p.rank == 0)
+        ),
     }
     found = [Hypothesis(name=name, fix=fix, weights=_picked(pick)) for name, pick in kept.items()]
     return found + [Hypothesis(name=name, fix=fix, weights=_picked_alone(kept[name])) for name in list(kept)[:8]]

@@ -54,6 +54,9 @@ def fits(simulator: Simulator, measured: Sequence[Measured]) -> list[Hypothesis]
     found = [
         *_factors(finite),
         *_terms(simulator, finite),
+        *_parts(simulator, finite),
+        *_context(simulator, finite),
+        *_late_temperatures(simulator),
         *_added(simulator, finite),
         *_parameters(simulator, finite),
         *_norms(finite),
@@ -79,6 +82,91 @@ def _factors(measured: Sequence[Measured]) -> Iterator[Hypothesis]:
         name=none if abs(factor) < 1e-9 else f"every gradient is {factor:.3g} times the right one",
         fix=fix,
         weights=lambda place: place.right * factor,
+    )
+    if abs(factor) < 1e-9:
+        return
+    tokens = [max(one.probe.step.loss_tokens, 1) for one in measured]
+    constant = slope([(one.gradient, one.expected * n, one.scale) for one, n in zip(measured, tokens, strict=True)])
+    yield Hypothesis(
+        name=f"divided by {1 / (constant or np.inf):.4g} in every step, whatever it trains",
+        fix="divide by step.loss_tokens of the step that is trained, not by a constant or by that of another step",
+        weights=lambda place: place.right * constant * place.step.loss_tokens,
+    )
+
+
+def _parts(simulator: Simulator, measured: Sequence[Measured]) -> Iterator[Hypothesis]:
+    """Tokens of one sign count more or less; a KL with trainer and reference swapped."""
+    changes: dict[str, tuple[str, str, Callable[[Columns, Vector, Vector], Vector]]] = {
+        "negative": (
+            "negative advantages count {:.3g} times",
+            "multiply the loss of token t with advantages[t] as it is given",
+            lambda columns, t, right: right * (columns["advantages"] < 0),
+        ),
+    }
+    if any("teacher_logprobs" in sample.columns for one in measured for sample in one.probe.samples):
+        changes["swapped"] = (
+            "KL to the reference has the two swapped",
+            "the k3 estimate is exp(teacher - trainer) - 1 - (teacher - trainer)",
+            lambda columns, t, right: 2 * np.cosh(t - columns["teacher_logprobs"]) - 2,
+        )
+    for name, fix, change in changes.values():
+        unit = Hypothesis(name="", fix="", push=_plus(change, 1.0))
+        factor = _strength(simulator, measured, unit)
+        if abs(factor) > 1e-6:
+            yield Hypothesis(name=name.format(1 + factor), fix=fix, push=_plus(change, factor))
+
+
+def _plus(
+    change: Callable[[Columns, Vector, Vector], Vector], factor: float
+) -> Callable[[Columns, Vector, Vector], Vector]:
+    return lambda columns, t, right: right + factor * change(columns, t, right)
+
+
+def _context(simulator: Simulator, measured: Sequence[Measured]) -> Iterator[Hypothesis]:
+    """A likelihood of context tokens with a weight of its own: of trained samples, of all, of padding too."""
+
+    def opened(picked: Callable[[Row], Any]) -> Callable[[Row], Row]:
+        return lambda row: row.with_columns(
+            loss_mask=row.mask | (picked(row) & (row.columns["position_ids"] > 0)), sampled=row.mask
+        )
+
+    def pushed(factor: float) -> Callable[[Columns, Vector, Vector], Vector]:
+        return lambda columns, t, right: np.where(columns["sampled"], right, -factor)
+
+    kinds: dict[str, Callable[[Row], Any]] = {
+        "context": lambda row: _of_samples(row, lambda a, b: bool(row.mask[a:b].any())),
+        "all context": lambda row: _of_samples(row, lambda a, b: True),
+        "context and padding": lambda row: np.ones(row.size, bool),
+    }
+    for what, picked in kinds.items():
+        factor = _strength(simulator, measured, Hypothesis(name="", fix="", row=opened(picked), push=pushed(1.0)))
+        if abs(factor) > 1e-6:
+            yield Hypothesis(
+                name=f"a term is added to the loss: {factor:.3g} x cross-entropy of {what}",
+                fix="train exactly the tokens whose loss_mask is True, and give all others a weight of 0",
+                row=opened(picked),
+                push=pushed(factor),
+            )
+
+
+def _of_samples(row: Row, keep: Callable[[int, int], bool]) -> Any:
+    out = np.zeros(row.size, bool)
+    for a, b in row.samples:
+        out[a:b] = keep(a, b)
+    return out
+
+
+def _late_temperatures(simulator: Simulator) -> Iterator[Hypothesis]:
+    def push(columns: Columns, t: Vector, right: Vector) -> Vector:  # noqa: ARG001
+        return simulator.push(columns, t / columns["late"], np.zeros_like(t))[0] / columns["late"]
+
+    yield Hypothesis(
+        name="log-probabilities are divided by the temperature, and not logits",
+        fix="divide the logits that predict token t by temperatures[t] before the softmax",
+        row=lambda row: row.with_columns(
+            temperatures=np.ones(row.size), late=row.columns.get("temperatures", np.ones(row.size))
+        ),
+        push=push,
     )
 
 
@@ -171,6 +259,8 @@ def _parameters(simulator: Simulator, measured: Sequence[Measured]) -> Iterator[
 def _norms(measured: Sequence[Measured]) -> Iterator[Hypothesis]:
     loud = max(measured, key=lambda one: float(np.linalg.norm(one.expected)))
     norm, largest = float(np.linalg.norm(loud.gradient)), float(np.abs(loud.gradient).max())
+    if norm < 1e-9 * float(np.linalg.norm(loud.expected)):
+        return  # nothing is clipped to 0: it is not trained
 
     def clipped(gradient: Vector) -> Vector:
         length = float(np.linalg.norm(gradient))
@@ -210,15 +300,12 @@ def _cuts() -> Iterator[Hypothesis]:
         return lambda row: row.with_columns(loss_mask=row.mask & keep(row, at))
 
     def of_samples(row: Row, longest: int, least: int) -> Any:
-        keep = np.zeros(row.size, bool)
-        for a, b in row.samples:
-            keep[a:b] = least <= b - a <= longest
-        return keep
+        return _of_samples(row, lambda a, b: least <= b - a <= longest)
 
     kinds: dict[str, tuple[range, Callable[[Row, int], Any]]] = {
         "a row is cut after {} tokens": (range(4, 129), lambda row, n: np.arange(row.size) < n),
-        "a sample is cut after {} tokens": (range(2, 64), lambda row, n: row.columns["position_ids"] < n),
         "samples longer than {} tokens are left out": (range(2, 64), lambda row, n: of_samples(row, n, 0)),
+        "a sample is cut after {} tokens": (range(2, 64), lambda row, n: row.columns["position_ids"] < n),
         "samples shorter than {} tokens are left out": (range(2, 64), lambda row, n: of_samples(row, 10**9, n)),
         "the first {} tokens of a sample are not trained": (
             range(2, 64),

@@ -202,9 +202,10 @@ class Judge:
         if rounding is not None:
             return rounding
         bug, fix = _GENERAL[stage]
-        detail = self._tokens(worst) if stage == "alone" else self._shares(worst)
+        detail, other = self._tokens(worst) if stage == "alone" else (self._shares(worst), False)
         if stage == "alone" and self._loss is not None:
-            bug, fix = self._experiment() or ((bug, fix) if "belongs to no token" not in detail else _OTHER_PASS)
+            general = (bug, fix) if not other else _CUT if self._right_losses(own) else _OTHER_PASS
+            bug, fix = self._experiment(other) or general
         names = ", ".join(one.probe.what for one in own[:3])
         return Finding(
             bug=bug,
@@ -213,12 +214,18 @@ class Judge:
             known=False,
         )
 
-    def _experiment(self) -> tuple[str, str] | None:
-        """Change tokens that must not matter, and tokens that must."""
+    def _right_losses(self, wrong: Sequence[Measured]) -> bool:
+        """Return whether the losses of steps of one sample are right, though their gradients are not."""
+        pairs = [(one.loss, self._simulator.loss_of(one.probe.step, self._loss)) for one in wrong]
+        return all(abs(found - right) <= self._tolerance * max(abs(right), 1e-3) for found, right in pairs)
+
+    def _experiment(self, other: bool) -> tuple[str, str] | None:
+        """Change tokens that must not matter, and tokens that must. `other` says that the forward pass is another one:
+        if not, a later token matters because it is trained."""
         one = next(one for one in self._measured if one.probe.samples[0].id == "plain")  # ..##..
         sample, length = one.probe.samples[0], max(float(np.linalg.norm(one.gradient)), 1e-300)
         later = float(np.linalg.norm(self._train(_other_id(sample, -1)) - one.gradient)) / length
-        if later > self._tolerance:
+        if later > self._tolerance and other:
             return "a token sees later ones", "use causal attention"
         before = float(np.linalg.norm(self._train(_other_id(sample, 1)) - one.gradient)) / length
         if before <= self._tolerance:
@@ -245,16 +252,16 @@ class Judge:
             known=False,
         )
 
-    def _tokens(self, one: Measured) -> str:
-        """Describe which tokens of one sample have a wrong part in the gradient."""
+    def _tokens(self, one: Measured) -> tuple[str, bool]:
+        """Describe which tokens of one sample have a wrong part in the gradient, and say whether none has."""
         row = self._simulator.rows(one.probe.step)[0][0]
         units = np.stack([self._simulator.unit(row, token) for token in range(1, row.size)])
         expected = np.where(row.mask, 1.0, 0.0)[1:]
         right = self._simulator.coefficients_of(row)[1:]
         found = np.linalg.lstsq(units.T, one.gradient - one.expected, rcond=1e-8)[0]
         rest = float(np.linalg.norm(one.gradient - one.expected - found @ units)) / one.scale
-        if rest > 0.05:
-            return f"{rest:.1%} of it belongs to no token of the sample: the forward pass is another one"
+        if rest > min(0.05, 0.3 * one.error):
+            return f"{rest:.1%} of it belongs to no token of the sample", True
         with np.errstate(divide="ignore", invalid="ignore"):
             factors = np.where(expected > 0, 1 + found / right, found)
         shown = [
@@ -263,7 +270,7 @@ class Judge:
             for t in range(len(found))
             if abs(found[t]) > 0.02 * max(np.abs(right).max(), 1e-12)
         ]
-        return "; ".join(shown[:6]) or "no single token stands out"
+        return "; ".join(shown[:6]) or "no single token stands out", False
 
     def _shares(self, one: Measured) -> str:
         """Describe the weights of samples in a step, by least squares."""
@@ -310,6 +317,10 @@ def _not_finite(one: Measured) -> Finding:
 _OTHER_PASS = (
     "the forward pass is not the model's",
     "compare weights, attention, positions, dropout and precision with those of the model that is passed",
+)
+_CUT = (
+    "the loss is right, its gradient is not: something is detached or frozen",
+    "look for detach, no_grad, caches and frozen parameters or rows of them between the inputs and the loss",
 )
 _GENERAL = {
     "alone": (

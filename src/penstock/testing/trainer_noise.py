@@ -99,6 +99,9 @@ def _classified(runs: Sequence[Vector], expected: Vector | None) -> tuple[Findin
         return _remembers(
             f"the same step in turn gives gradients that move on, by {spread:.1%} in {len(runs)} runs"
         ), True
+    settled = max(_length(one - runs[1]) for one in runs[1:]) / max(_length(runs[1]), 1e-300)
+    if settled < 1e-5:  # random runs do not repeat themselves
+        return _remembers(f"a step differs by {spread:.1%} from the same step again, and then stays the same"), True
     what = "one random factor for all parameters" if parallel else "dropout, or another random part of the model"
     return (
         Finding(
@@ -115,7 +118,8 @@ def _remembers(found: str) -> Finding:
     return Finding(
         bug="the gradient depends on earlier steps, or on chance",
         found=found,
-        fix="start every step from the same weights, without an optimizer step, momentum or running means",
+        fix="start every step from the same weights, without an optimizer step, momentum or running means, and train "
+        "the data of this step",
     )
 
 

@@ -185,6 +185,16 @@ class Simulator:
         count = max(int(row.mask.sum()), 1)
         return self._coefficients(row, logprobs, entropies, ())[0] / count
 
+    def loss_of(self, step: PackedStep, loss: Any) -> float:
+        """Return the right loss of a step of one sample, by the loss function itself."""
+        import torch
+
+        (row,) = self.rows(step)[0]
+        a, b = row.samples[0]
+        passes = [torch.from_numpy(values[a:b].copy()) for values in self._passes(row, list(_sequences(row)))]
+        terms = loss(_tensors({name: values[a:b] for name, values in row.columns.items()}), *passes)
+        return float(getattr(terms, "loss", terms).sum()) / max(int(row.mask.sum()), 1)
+
     def unit(self, row: Row, token: int) -> Vector:
         """Return the gradient of one token's log-probability."""
         for a, b, sequence in _sequences(row):
@@ -346,14 +356,21 @@ def _sft(loss: Any) -> Push:
     return push
 
 
+def _tensors(columns: Columns) -> dict[str, Any]:
+    """The columns of one sample, as a loss gets them."""
+    import torch
+
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in columns.items()}
+    tensors["sequence_lengths"] = torch.tensor([len(columns["token_ids"])], dtype=torch.int32)
+    return tensors
+
+
 def _derived(loss: Any) -> Push:
     def push(columns: Columns, logprobs: Vector, entropies: Vector) -> tuple[Vector, Vector]:
         import torch
 
-        tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in columns.items()}
-        tensors["sequence_lengths"] = torch.tensor([len(logprobs)], dtype=torch.int32)
         inputs = [torch.from_numpy(values.copy()).requires_grad_() for values in (logprobs, entropies)]
-        terms = loss(tensors, *inputs)
+        terms = loss(_tensors(columns), *inputs)
         total = getattr(terms, "loss", terms).sum()
         found = torch.autograd.grad(total, inputs, allow_unused=True) if total.requires_grad else (None, None)
         first, second = (np.zeros(len(logprobs)) if g is None else g.numpy() for g in found)
