@@ -89,6 +89,16 @@ def test_steps_are_read_once_and_again_after_they_are_made_again(folder: Path) -
     assert [step.number for step in later] == list(range(1, 9)) and later == logged_steps(folder)
 
 
+def test_evaluation_groups_beside_it_leave_the_trained_run_the_chosen_one(folder: Path) -> None:
+    with (
+        ps.open(folder, **SETTINGS, retain_steps=1) as plane,
+        plane.group("e", policy_version=1, evaluation=True) as group,
+    ):
+        group.add(ps.Trajectory(turns=[ps.Turn([1]), ps.Turn([2], logprobs=[-0.1])], reward=1.0))
+    export = Export(folder)
+    assert export.runs == ["", "(evaluation)"] and [step.number for step in export.steps()][-1] == 6
+
+
 def test_a_folder_without_steps_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="no token_exports in it, and no plane with a step"):
         Export(tmp_path)

@@ -88,8 +88,11 @@ class Export:
     @property
     def runs(self) -> list[str]:
         """Names of runs with steps: "" for the folder itself, `EVALUATION` for evaluation groups."""
-        trained = self._exported or [""] * bool(self._plane.all())
-        return [*trained, *([EVALUATION] if evaluation_steps(self.folder) else [])]
+        return [*self._trained, *([EVALUATION] if evaluation_steps(self.folder) else [])]
+
+    @property
+    def _trained(self) -> list[str]:
+        return self._exported or [""] * bool(self._plane.all())
 
     @property
     def is_plane(self) -> bool:
@@ -142,7 +145,7 @@ class Export:
     def choose(self, run: str | None) -> str:
         """Return the requested run, or the only trained one. Raises with their names if there are several."""
         if run is None:
-            runs = self._exported or self.runs or [""]
+            runs = self._trained or self.runs or [""]
             if len(runs) > 1:
                 listed = ", ".join(repr(name) if name else "'' (the folder's own)" for name in runs)
                 raise InvalidInput(f"{self.folder}: {len(runs)} runs, {listed}; choose one with run= (--run)")
