@@ -30,6 +30,7 @@ def train(plane: ps.Plane, steps: int) -> None:
         with plane.source(number, world=2) as source:
             for _ in range(steps):
                 source.commit(source.step(timeout=60))
+            source.flush(60)
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(rank, range(2)))
