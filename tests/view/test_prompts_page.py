@@ -26,6 +26,7 @@ def test_a_run_without_exports_shows_curves_prompts_and_tokens(page: Any, tmp_pa
                     group.add(ps.Trajectory(turns=turns, reward=reward, env="code" if i % 2 else "math"))
             if i % 2:
                 source.commit(source.step(timeout=60))
+        source.flush(60)
     with serving(Library(exports={"run": Export(tmp_path / "run")})) as (url, _, _):
         page.goto(url)
         page.wait_for_selector(".chart")
