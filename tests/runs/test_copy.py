@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,8 @@ def test_the_command_follows_a_run_beside_training(tmp_path: Path) -> None:
             "0.05",
             "--json",
         ]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+        listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # ignored where the suite runs in the background
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ, preexec_fn=listen) as process:
             assert process.stdout is not None
             try:
                 assert '"groups": 2' in process.stdout.readline()
