@@ -207,7 +207,7 @@ class ManyPuts(Generic[G]):
         return bool(self._pending)
 
     def _encoded(self, count: int) -> list[EncodedGroup | PenstockError]:
-        """Encode the next groups: at most `count`, and no more than fit into memory together."""
+        """Encode the next groups: at most `count`, and at most `_WINDOW_BYTES` of frames unless one alone is larger."""
         window: list[EncodedGroup | PenstockError] = []
         size = 0
         while self._pending and len(window) < count and size < _WINDOW_BYTES:

@@ -160,7 +160,7 @@ class Direct:
         self._lock = threading.Lock()
         self._is_known = False
         self._repeats = 0
-        """Batches in a row of which the plane did not accept all frames from storage."""
+        """Batches in a row in which the plane rejected a frame that was written to storage."""
         self._writer: DirectWriter | None = None
         self._paused_until = 0.0
         self.seq_len, self.drops_long = 0, False

@@ -35,7 +35,7 @@ class Gone(CorruptFrame):
 
 
 class SegmentSealed(StorageError):
-    """The plane takes no more frames from this segment: write to a new one."""
+    """The plane accepts no further frames from this segment: write to a new one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,7 +179,7 @@ class Journal:
     def _next_segment(self) -> str:
         found = read_marker(self.storage)
         if found is None or found.epoch != self.epoch:
-            raise Fenced(f"{self.storage.url}: another job started on this storage; this one writes no more")
+            raise Fenced(f"{self.storage.url}: another job started on this storage; this one can no longer write")
         return new_segment_name()
 
     def write_rows(self, rows: Sequence[tuple[RowFront, Sequence[Buffer]]]) -> Future[list[dict[str, str]]]:

@@ -34,7 +34,7 @@ def is_queue(where: str) -> bool:
 
 
 def queue_lines(where: str) -> Iterator[str]:
-    """Yield the lines to print. At most `MAX_ROWS` rows are shown, and of each value no more than fits a line."""
+    """Yield the lines to print. Shows at most `MAX_ROWS` rows, and cuts each value to one line."""
     with closing(open_storage(where, create=False)) as storage:
         history = read_history(storage)
         rows = [(partition, key, kept) for partition, keys in history.rows.items() for key, kept in keys.items()]
