@@ -8,6 +8,7 @@ them. A plane may be running on the folder; a group it deletes during the read i
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -32,8 +33,34 @@ MOST = 1000
 """Groups listed. Counts include all."""
 
 
+class FrameStep(ABC):
+    """A step whose records are made from the plane's frames, because no rank exported it."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def lines(self, skipped: Skipped) -> Iterator[tuple[Callable[[], bytes], Record]]:
+        """Yield every record with a function that reads its line again."""
+
+    def records(self, skipped: Skipped | None = None) -> Iterator[Record]:
+        for _, record in self.lines(skipped or Skipped()):
+            yield record
+
+    def done(self) -> dict[int, Done]:
+        """Empty: no rank wrote it."""
+        return {}
+
+    def files(self) -> dict[int, Path]:
+        """Empty: no rank wrote it."""
+        return {}
+
+    def altered(self) -> list[str]:
+        """Empty: frames carry checksums, and corrupt ones are skipped."""
+        return []
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationStep:
+class EvaluationStep(FrameStep):
     """The evaluation groups of one policy version."""
 
     number: int
@@ -47,22 +74,6 @@ class EvaluationStep:
     def stamp(self) -> int:
         """Changes when the groups change."""
         return hash(tuple(group.id for group in self.groups))
-
-    def done(self) -> dict[int, Done]:
-        """Empty: no rank wrote them."""
-        return {}
-
-    def files(self) -> dict[int, Path]:
-        """Empty: no rank wrote them."""
-        return {}
-
-    def altered(self) -> list[str]:
-        """Empty: frames carry checksums, and corrupt ones are skipped."""
-        return []
-
-    def records(self, skipped: Skipped | None = None) -> Iterator[Record]:
-        for _, record in self.lines(skipped or Skipped()):
-            yield record
 
     def lines(self, skipped: Skipped) -> Iterator[tuple[Callable[[], bytes], Record]]:
         """Yield every record with a function that reads its line again."""

@@ -20,14 +20,13 @@ from penstock.errors import CorruptFile, PenstockError, UnknownKey
 from penstock.frames import decode
 from penstock.log import GroupRow, reading
 from penstock.runs import LoggedStep, logged_steps, read_stored
-from penstock.view.folders import Done
 from penstock.view.jsonl import encode_line
-from penstock.view.plane_groups import logger, plane_of, record_of
+from penstock.view.plane_groups import FrameStep, logger, plane_of, record_of
 from penstock.view.record import Record, Skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlaneStep:
+class PlaneStep(FrameStep):
     """A step as its plane has it."""
 
     logged: LoggedStep
@@ -43,22 +42,6 @@ class PlaneStep:
     def stamp(self) -> int:
         """Changes when the step was undone and made again."""
         return self.logged.op
-
-    def done(self) -> dict[int, Done]:
-        """Empty: no rank exported it."""
-        return {}
-
-    def files(self) -> dict[int, Path]:
-        """Empty: no rank exported it."""
-        return {}
-
-    def altered(self) -> list[str]:
-        """Empty: frames carry checksums, and corrupt ones are skipped."""
-        return []
-
-    def records(self, skipped: Skipped | None = None) -> Iterator[Record]:
-        for _, record in self.lines(skipped or Skipped()):
-            yield record
 
     def lines(self, skipped: Skipped) -> Iterator[tuple[Callable[[], bytes], Record]]:
         """Yield every record with a function that reads its line again."""
