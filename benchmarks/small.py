@@ -40,7 +40,8 @@ from penstock.frames import (
 
 TARGET_MS = 2.0
 """Processor time of a group of 16 x 512 tokens, over all processes."""
-TRANSPORTS = ("direct", "tcp")
+TRANSPORTS = {"direct": ("plane", "direct"), "put_many": ("many", "direct"), "tcp": ("plane", "tcp")}
+"""What `benchmarks.programs.plane` is asked for: how producers put, and over which transport."""
 PROCESSES = ("producer", "plane", "rank")
 LABELS = {"small": "16 x 512", "fixed": "16 x 4k"}
 
@@ -83,7 +84,8 @@ def process_rows(case: Case, progress: Callable[[str], None], rounds: int, targe
 
 
 def _round(program: Program, case: Case, transport: str, number: int) -> dict[str, float]:
-    return program.round(system="plane", case=case.name, ranks=2, transport=transport, round=number)
+    system, over = TRANSPORTS[transport]
+    return program.round(system=system, case=case.name, ranks=2, transport=over, round=number)
 
 
 def _rows_of(
