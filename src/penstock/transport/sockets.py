@@ -40,9 +40,7 @@ _PAYLOAD_MS = 1 << 30
 """How long a payload may take before ZeroMQ drops the connection. Effectively never: the protocol's deadlines apply."""
 _NOT_ALLOWED = 400
 """Status code of the ZeroMQ Authentication Protocol."""
-_REFUSALS = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _CLOSED = (errno.EPIPE, errno.ECONNRESET)
 _CLOSED_OFTEN = 3
 """Handshakes in a row that the other side ended, before the client suspects its copy of the plane's key."""
@@ -254,8 +252,8 @@ class SocketClient:
                 reason = "the plane requires keys; pass keys=DIR (a command takes --keys DIR)"
                 raise KeyRefused(f"{self._url}: {reason}")
         elif mechanism or refused:
-            reason = f"the plane refused the key {self.keys.public.decode()}; add it to the allowed/ or writers/ folder "
-            reason += "of the plane's keys and restart the plane, or pass keys= of a client it knows"
+            reason = f"the plane refused the key {self.keys.public.decode()}; add it to the allowed/ or writers/ "
+            reason += "folder of the plane's keys and restart the plane, or pass keys= of a client it knows"
             if mechanism == b"NULL":
                 reason = "the plane there uses no keys; start it with keys, or connect without keys="
             elif mechanism:
