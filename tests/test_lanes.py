@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import integers
+
+from tests.conftest import _LONG
 
 
 def test_the_fast_lane_starts_no_process(request: pytest.FixtureRequest) -> None:
@@ -24,3 +28,8 @@ def test_the_fast_lane_tries_fewer_examples(number: int, request: pytest.Fixture
     assert isinstance(number, int)
     usual = request.function._hypothesis_internal_use_settings
     assert usual.max_examples == (25 if "not process" in (request.config.getoption("markexpr") or "") else 100)
+
+
+def test_modules_that_start_first_are_there() -> None:
+    names = {path.stem for path in Path(__file__).parent.rglob("test_*.py")}
+    assert names >= _LONG
