@@ -81,11 +81,11 @@ def _is_fast(config: pytest.Config) -> bool:
     return "not process" in (config.getoption("markexpr") or "")
 
 
-def _take_fewer_examples(test: Any) -> None:
-    """The fast lane tries a quarter of the examples of each property; `make test` tries them all."""
+def _take_fewer_examples(test: Any, part: int) -> None:
+    """Of the examples that each property names, the fast lane tries a quarter and other runs half."""
     usual = getattr(test, "_hypothesis_internal_use_settings", None)
     if usual is not None:
-        fewer = min(usual.max_examples, max(_FEWEST_EXAMPLES, usual.max_examples // 4))
+        fewer = min(usual.max_examples, max(_FEWEST_EXAMPLES, usual.max_examples // part))
         test._hypothesis_internal_use_settings = settings(usual, max_examples=fewer)
 
 
@@ -94,9 +94,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("release")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("release")]
-    if _is_fast(config):
+    if config.getoption("--hypothesis-profile") != "explore":
         for test in {getattr(item.obj, "__func__", item.obj) for item in items if isinstance(item, pytest.Function)}:
-            _take_fewer_examples(test)
+            _take_fewer_examples(test, 4 if _is_fast(config) else 2)
     place = _places(items)
     items.sort(key=lambda item: place[item.path])
     _lane["guarded"] = _is_fast(config)
@@ -105,9 +105,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _places(items: list[pytest.Item]) -> dict[Path, float]:
     """Where each module stands in the order of the tests, from 0 to 1.
 
-    Modules that start processes wait half of their time, others compute all of it. They are mixed evenly: one kind after
-    the other would leave a core idle first, and then have four workers share two. In each kind the long modules start
-    first: last they would leave the other workers idle.
+    Modules that start processes wait half of their time, others compute all of it. They are mixed evenly: one kind
+    after the other would leave a core idle first, and then have four workers share two. In each kind the long modules
+    start first: last they would leave the other workers idle.
     """
     waiting = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("process")}
     deep = {item.path for item in items if item.get_closest_marker("deep")}

@@ -23,6 +23,7 @@ from tests.support.simulation import Simulation, main
 pytestmark = pytest.mark.deep
 
 FIRST, PLAIN_SEEDS, REAL_SEEDS, PARTS = 60, 320, 32, 8
+MORE_SEEDS = 480
 """Seeds before the first are run by `test_session_phases.py`; `scripts/explore` runs new ones."""
 
 
@@ -69,6 +70,13 @@ def _frame(data: Buffer) -> bytes:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_promise_holds_whatever_fails(part: int) -> None:
     for seed in range(FIRST + part, FIRST + PLAIN_SEEDS, PARTS):
+        Simulation(seed).run()
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_promise_holds_with_more_seeds(part: int) -> None:
+    for seed in range(FIRST + PLAIN_SEEDS + part, FIRST + PLAIN_SEEDS + MORE_SEEDS, PARTS):
         Simulation(seed).run()
 
 

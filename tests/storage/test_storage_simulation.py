@@ -18,6 +18,13 @@ def test_every_promise_holds_whatever_fails(part: int) -> None:
         StorageSimulation(seed).run()
 
 
+@pytest.mark.release
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_promise_holds_with_more_seeds(part: int) -> None:
+    for seed in range(FIRST + SEEDS + part, FIRST + 2 * SEEDS, PARTS):
+        StorageSimulation(seed).run()
+
+
 # Seeds that come where few others do.
 @pytest.mark.parametrize(
     "seed",
