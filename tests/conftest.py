@@ -33,7 +33,7 @@ settings.register_profile(
 settings.load_profile("repeat")
 
 
-pytest_plugins = ["tests.support.planes", "tests.support.doctests"]
+pytest_plugins = ["tests.support.planes", "tests.support.schedule"]
 
 gc.disable()  # until all is collected: imports make no garbage, and looking for it takes a tenth of their time
 
@@ -43,24 +43,6 @@ collect_ignore = [] if (Path(sys.prefix).parent / "nemo-gym").is_dir() else ["up
 _STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system")
 _lane = {"guarded": False, "test": ""}
 _FEWEST_EXAMPLES = 10
-_LONG = {
-    "test_cluster",
-    "test_demo",
-    "test_direct",
-    "test_faults",
-    "test_kill_points",
-    "test_network",
-    "test_objects_killed",
-    "test_outages",
-    "test_processes",
-    "test_put_many_killed",
-    "test_refusals",
-    "test_storage_bench",
-    "test_transcript",
-    "test_waiting_line",
-    "test_watching",
-}
-"""Modules of more than half a minute among those that start processes."""
 _LEFT_OUT = re.compile(r"^pytestmark = (?:\[[^\]]*?)?pytest\.mark\.(?:process|deep)\b", re.MULTILINE)
 """Matches a module in which no test is fast."""
 
@@ -97,26 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--hypothesis-profile") != "explore":
         for test in {getattr(item.obj, "__func__", item.obj) for item in items if isinstance(item, pytest.Function)}:
             _take_fewer_examples(test, 4 if _is_fast(config) else 2)
-    place = _places(items)
-    items.sort(key=lambda item: place[item.path])
     _lane["guarded"] = _is_fast(config)
-
-
-def _places(items: list[pytest.Item]) -> dict[Path, float]:
-    """Where each module stands in the order of the tests, from 0 to 1.
-
-    Modules that start processes wait half of their time, others compute all of it. They are mixed evenly: one kind
-    after the other would leave a core idle first, and then have four workers share two. In each kind the long modules
-    start first: last they would leave the other workers idle.
-    """
-    waiting = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("process")}
-    deep = {item.path for item in items if item.get_closest_marker("deep")}
-    modules = list(dict.fromkeys(item.path for item in items))
-    kinds = (
-        sorted((path for path in modules if path in waiting), key=lambda path: path.stem not in _LONG),
-        sorted((path for path in modules if path not in waiting), key=lambda path: path not in deep),
-    )
-    return {path: i / len(kind) for kind in kinds for i, path in enumerate(kind)}
 
 
 def pytest_collection_finish() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import integers
 
-from tests.conftest import _LONG
+from tests.support.schedule import FORKED, LONG, unit_of
 
 
 def test_the_fast_lane_starts_no_process(request: pytest.FixtureRequest) -> None:
@@ -31,6 +31,8 @@ def test_lanes_try_fewer_examples(number: int, request: pytest.FixtureRequest) -
         assert usual.max_examples == (25 if "not process" in (request.config.getoption("markexpr") or "") else 50)
 
 
-def test_modules_that_start_first_are_there() -> None:
-    names = {path.stem for path in Path(__file__).parent.rglob("test_*.py")}
-    assert names >= _LONG
+def test_modules_that_start_first_or_run_together_are_there() -> None:
+    tests = Path(__file__).parent
+    assert {path.stem for path in tests.rglob("test_*.py")} >= LONG > FORKED
+    assert {unit_of(f"{path}::test_x") for path in tests.rglob("test_*.py") if path.stem in FORKED} == {"forked"}
+    assert unit_of("tests/test_a.py::TestB::test_x") == "tests/test_a.py::TestB"
