@@ -27,8 +27,7 @@ test:
 	@bash scripts/setup dev,bench
 	@bash scripts/setup_browser
 	@bash scripts/setup_promtool
-	bash scripts/check
-	.venv/bin/pytest -n 4 --dist loadscope --no-loadscope-reorder --doctest-modules tests src
+	.venv/bin/python scripts/run_suite.py
 
 test-fast:
 	@bash scripts/setup dev,bench
@@ -62,6 +61,7 @@ docs:
 release-check:
 	@bash scripts/setup dev,bench
 	.venv/bin/python -m scripts.release_check
+	.venv/bin/pytest -m release tests
 
 clean:
 	rm -rf .venv .venv-docs .venv-ray build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache

@@ -89,7 +89,8 @@ class Row:
             return None
         value = self.ratio if self.bound == "ratio" else self.ours
         assert value is not None, f"{self.name}: a target and nothing to compare with it"
-        return value <= self.target if self.bound == "max" else value >= self.target
+        # Of numpy's numbers it would be numpy's bool, which JSON does not have and `is False` does not find.
+        return bool(value <= self.target if self.bound == "max" else value >= self.target)
 
 
 def faster(
@@ -204,8 +205,15 @@ def as_json(bench: str, rows: Sequence[Row], *packages: str) -> dict[str, Any]:
         "bench": bench,
         "machine": machine(),
         "versions": versions(*packages),
-        "rows": [{**asdict(row), "ok": row.ok} for row in rows],
+        "rows": [_plain({**asdict(row), "ok": row.ok}) for row in rows],
     }
+
+
+def _plain(value: Any) -> Any:
+    """Return numpy's numbers as Python's, which JSON has."""
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return value.item() if hasattr(value, "item") else value
 
 
 def _number(value: float | None) -> str:

@@ -1,8 +1,8 @@
 """Settings for every test: one thread per process, properties that run the same examples every time, lanes, pace.
 
-Lanes: `process` is a test that starts processes, `deep` one that takes seconds of core time, `slow` a run with a model.
-Test files say which they are, by `pytestmark` or a decorator. `make test-fast` runs the rest, and fails where one of
-them starts a process.
+Lanes: `process` is a test that starts processes, `deep` one that takes seconds of core time, `slow` a run with a model,
+`release` one that `make release-check` runs. Test files say which they are, by `pytestmark` or a decorator. `make
+test-fast` runs the rest, and fails where one of them starts a process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ settings.register_profile(
 settings.load_profile("repeat")
 
 
-pytest_plugins = ["tests.support.planes"]
+pytest_plugins = ["tests.support.planes", "tests.support.schedule"]
+
+gc.disable()  # until all is collected: imports make no garbage, and looking for it takes a tenth of their time
 
 # Integrations that need an environment of their own; `make test-integrations` makes it and runs them.
 collect_ignore = [] if (Path(sys.prefix).parent / "nemo-gym").is_dir() else ["upstream"]
@@ -61,23 +63,22 @@ def _is_fast(config: pytest.Config) -> bool:
     return "not process" in (config.getoption("markexpr") or "")
 
 
-def _take_fewer_examples(test: Any) -> None:
-    """The fast lane tries a quarter of the examples of each property; `make test` tries them all."""
+def _take_fewer_examples(test: Any, part: int) -> None:
+    """Of the examples that each property names, the fast lane tries a quarter and other runs half."""
     usual = getattr(test, "_hypothesis_internal_use_settings", None)
     if usual is not None:
-        fewer = min(usual.max_examples, max(_FEWEST_EXAMPLES, usual.max_examples // 4))
+        fewer = min(usual.max_examples, max(_FEWEST_EXAMPLES, usual.max_examples // part))
         test._hypothesis_internal_use_settings = settings(usual, max_examples=fewer)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if _is_fast(config):
+    if "release" not in (config.getoption("markexpr") or ""):
+        left_out = [item for item in items if item.get_closest_marker("release")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("release")]
+    if config.getoption("--hypothesis-profile") != "explore":
         for test in {getattr(item.obj, "__func__", item.obj) for item in items if isinstance(item, pytest.Function)}:
-            _take_fewer_examples(test)
-    # Modules that wait for processes, or train a model, start first, then long ones: last they would leave the other
-    # workers idle.
-    heavy = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("process")}
-    long = {item.path for item in items if item.get_closest_marker("deep")}
-    items.sort(key=lambda item: 0 if item.path in heavy else 1 if item.path in long else 2)
+            _take_fewer_examples(test, 4 if _is_fast(config) else 2)
     _lane["guarded"] = _is_fast(config)
 
 
@@ -85,6 +86,7 @@ def pytest_collection_finish() -> None:
     """Keep what was imported out of garbage collections: with torch and 400 test modules each takes half a second."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,10 +1,14 @@
-"""`make test-fast` starts no process and tries fewer examples."""
+"""`make test-fast` starts no process, and fewer examples are tried than properties name."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import integers
+
+from tests.support.schedule import FORKED, LONG, unit_of
 
 
 def test_the_fast_lane_starts_no_process(request: pytest.FixtureRequest) -> None:
@@ -19,8 +23,16 @@ def test_the_fast_lane_starts_no_process(request: pytest.FixtureRequest) -> None
 
 @given(number=integers())
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_fast_lane_tries_fewer_examples(number: int, request: pytest.FixtureRequest) -> None:
+def test_lanes_try_fewer_examples(number: int, request: pytest.FixtureRequest) -> None:
     """conftest.py lowers them by a name inside Hypothesis, which another version may call otherwise."""
     assert isinstance(number, int)
     usual = request.function._hypothesis_internal_use_settings
-    assert usual.max_examples == (25 if "not process" in (request.config.getoption("markexpr") or "") else 100)
+    if request.config.getoption("--hypothesis-profile") != "explore":
+        assert usual.max_examples == (25 if "not process" in (request.config.getoption("markexpr") or "") else 50)
+
+
+def test_modules_that_start_first_or_run_together_are_there() -> None:
+    tests = Path(__file__).parent
+    assert {path.stem for path in tests.rglob("test_*.py")} >= LONG > FORKED
+    assert {unit_of(f"{path}::test_x") for path in tests.rglob("test_*.py") if path.stem in FORKED} == {"forked"}
+    assert unit_of("tests/test_a.py::TestB::test_x") == "tests/test_a.py::TestB"

@@ -20,10 +20,10 @@ def test_a_new_users_first_half_hour_goes_as_its_page_says(tmp_path: Path) -> No
     assert run_page(PAGE, tmp_path) >= 15
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(900)
 def test_rollouts_with_verifiers_go_as_their_page_says(tmp_path: Path) -> None:
-    """A trainer and its plane are killed on the way, and go on."""
+    """A trainer and its plane are killed on the way, and go on. `make test-packaging` runs it as well."""
     assert run_page(ROOT / "docs" / "integrations" / "verifiers.md", tmp_path) == 14
 
 

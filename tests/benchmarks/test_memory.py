@@ -13,7 +13,7 @@ pytestmark = pytest.mark.process
 ROLES = {"launcher", "forkserver", "plane", "rank-0", "rank-1", "worker-0", "worker-1"}
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(600)
 def test_no_process_of_a_run_grows_with_its_steps(tmp_path: Path) -> None:
     measured = measure(80)

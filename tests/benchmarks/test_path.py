@@ -29,10 +29,10 @@ def tiny(case: str = "tiny") -> path.Setting:
 
 
 def test_every_way_of_this_environment_is_measured_and_the_others_are_skipped() -> None:
-    rows = path.run(full=True, progress=silent, only=[tiny("tiny-text"), tiny("tiny")])
+    rows = path.run(full=True, progress=silent, only=[tiny("tiny")])
     found = {(row.name, row.rival_name): row for row in rows}
     assert all(row.ours for row in rows if ": " not in row.name)
-    for case, transport in product(("tiny-text", "tiny"), path.TRANSPORTS):
+    for case, transport in product(("tiny",), path.TRANSPORTS):
         name = f"{case}, 2 ranks, {transport}"
         assert (found[name, "ZeroMQ + msgpack lists"].ratio or 0) > 0
         assert found[name, "TransferQueue"].skipped == "no --rivals interpreter"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from benchmarks.report import Row, as_json, as_table, faster, skipped
+from benchmarks.report import Row, Spread, as_json, as_table, faster, skipped
 from penstock.cli import main
 
 
@@ -33,6 +35,15 @@ def test_a_skipped_row_need_not_have_a_figure_of_ours() -> None:
 @pytest.mark.parametrize(("bound", "ours", "ok"), [("max", 5.0, True), ("max", 5.1, False), ("min", 4.9, False)])
 def test_a_bound_is_on_ours(bound: str, ours: float, ok: bool) -> None:
     assert Row(name="a", ours=ours, target=5.0, bound="max" if bound == "max" else "min").ok is ok
+
+
+@pytest.mark.parametrize("number", [np.float64, np.float32, np.int64])
+def test_numbers_of_numpy_are_judged_and_written_as_those_of_python(number: type) -> None:
+    row = Row(name="a", ours=number(6), rival=number(3), ratio=number(2), target=5.0, bound="max")
+    assert row.ok is False  # `is`: what `--check` asks
+    made = json.loads(json.dumps(as_json("growth", [replace(row, ours_ms=Spread.of([number(1)]))])))["rows"][0]
+    assert (made["ours"], made["rival"], made["ratio"], made["ok"]) == (6, 3, 2, False)
+    assert made["ours_ms"]["median"] == 1000
 
 
 @pytest.mark.parametrize("flag", ["--rivals", "--baseline"])

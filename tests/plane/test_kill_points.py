@@ -22,7 +22,7 @@ def _strace_works() -> bool:
 @pytest.mark.skipif(not _strace_works(), reason="needs strace")
 @pytest.mark.parametrize("life", LIVES)
 def test_a_plane_killed_at_a_write_or_sync_goes_on_to_the_same_steps(life: str, tmp_path: Path) -> None:
-    result = kill_points(life, tmp_path / life, every=80, twice=True)
+    result = kill_points(life, tmp_path / life, every=120, twice=True)
     assert result.good, result
     assert result.killed > result.points // 2  # threads differ a little from life to life
     assert 20 < result.calls.total() <= 600

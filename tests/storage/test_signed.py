@@ -32,6 +32,8 @@ from tests.support.pace import eventually
 from tests.support.planes import FAST
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, s3_environment
 
+pytestmark = pytest.mark.deep
+
 __all__ = ["open_plane"]
 OpenPlane = Callable[..., ps.Plane]
 Method = Literal["GET", "PUT"]

@@ -147,6 +147,10 @@ def test_a_right_trainer_passes_when_it_is_compared_with_itself(name: str) -> No
 def test_a_right_trainer_passes_with_any_loss(loss: Loss) -> None:
     report = checked(with_loss(loss), loss)
     assert report.ok, report
+
+
+@pytest.mark.parametrize("loss", [Sft(), ByMode()], ids=["Sft", "ByMode"])
+def test_a_loss_without_ratios_passes_when_it_is_compared_with_itself(loss: Loss) -> None:
     itself = check(each_rank(with_loss(loss)), vocabulary=VOCABULARY)
     assert itself.ok, itself
 

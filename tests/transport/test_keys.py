@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -66,6 +69,53 @@ def test_a_client_whose_key_is_refused_learns_it_at_once(plane: SocketPlane, fol
         ps.connect(plane.url, rank=0, world=1, keys=stranger) as one,
     ):
         one.step(timeout=20)
+
+
+def _error(url: str, keys: Path | None) -> str:
+    """What a client waits for in vain, and that it does not wait as for a plane that is away (`plane_s`, 30 s)."""
+    began = time.monotonic()
+    with pytest.raises(PeerError) as refused, ps.open(url, keys=keys) as opened:
+        opened.status()
+    assert time.monotonic() - began < 20
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:*", "ipc://{}/sock"])
+def test_a_client_with_another_planes_key_learns_it_at_once(address: str, folder: Path) -> None:
+    plane = SocketPlane(address.format(folder), keys=PlaneKeys.load(folder))
+    make_keys(folder.parent / "other")
+    other = (folder.parent / "other" / "plane.key").read_text()
+    (folder / "plane.key").write_text(other)
+    assert f"the plane has another key than {other.strip()}; copy its plane.key" in _error(plane.url, folder)
+    plane.close()
+
+
+def test_a_client_with_keys_learns_that_the_plane_uses_none(folder: Path) -> None:
+    plain = SocketPlane()
+    assert "uses no keys" in _error(plain.url, folder)
+    plain.close()
+
+
+def test_a_client_without_keys_learns_that_the_plane_requires_them(plane: SocketPlane) -> None:
+    assert "the plane requires keys; pass keys=DIR" in _error(plane.url, None)
+
+
+def test_a_proxy_that_hangs_up_because_its_plane_is_away_is_no_wrong_key(folder: Path) -> None:
+    listener, hung_up = socket.create_server(("127.0.0.1", 0)), []
+
+    def hang_up() -> None:
+        with suppress(OSError):
+            while True:
+                listener.accept()[0].close()
+                hung_up.append(1)
+
+    threading.Thread(target=hang_up, daemon=True).start()
+    client = SocketClient(f"tcp://127.0.0.1:{listener.getsockname()[1]}", keys=ClientKeys.load(folder))
+    while len(hung_up) < 10:  # among them the client's own look at what is there
+        assert client.receive(0.1) is None
+    client.close()
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
 
 
 def test_a_client_of_a_plane_that_moves_asks_again_when_its_key_is_refused(plane: SocketPlane, folder: Path) -> None:

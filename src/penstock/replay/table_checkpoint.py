@@ -34,6 +34,8 @@ from penstock.replay.table_settings import LIMITERS, SELECTORS, Settings
 MAGIC = b"PSTABLE1"
 FORMAT = 1
 _TAIL = struct.Struct("<QQQ8s")
+_TOGETHER = 32
+"""Items that are written at once. Their bytes are copied, so not more of them."""
 
 Dump = Callable[[Any], bytes | bytearray | memoryview]
 """Converts an item to bytes."""
@@ -150,16 +152,22 @@ def _write_array(file: BinaryIO, name: str, array: NDArray[Any]) -> Section:
 def _write_items(file: BinaryIO, snapshot: Snapshot, dump: Dump | None) -> tuple[Section, NDArray[np.int64]]:
     offset, digest = file.tell(), xxhash.xxh3_64()
     lengths = np.zeros(len(snapshot.items), dtype=np.int64)
-    for i, item in enumerate(snapshot.items):
-        data = _bytes_of(snapshot.keys[i], item if dump is None else dump(item))
-        lengths[i] = len(data)
-        digest.update(data)
-        file.write(data)
+    # A few at a time: a plane's snapshot has 50,000 items of 8 bytes, and writing each alone takes most of its time.
+    for start in range(0, len(lengths), _TOGETHER):
+        some = slice(start, start + _TOGETHER)
+        items = snapshot.items[some] if dump is None else map(dump, snapshot.items[some])
+        pieces = [_bytes_of(key, item) for key, item in zip(snapshot.keys[some], items, strict=True)]
+        lengths[some] = [len(piece) for piece in pieces]
+        joined = b"".join(pieces)
+        digest.update(joined)
+        file.write(joined)
     total = int(lengths.sum())
     return Section("items", offset, total, digest.intdigest(), "|u1", [total]), lengths
 
 
-def _bytes_of(key: Key, data: Any) -> memoryview:
+def _bytes_of(key: Key, data: Any) -> bytes | memoryview:
+    if type(data) is bytes:
+        return data
     try:
         view = memoryview(data)
     except TypeError:

@@ -8,15 +8,16 @@ keys are required: see `keys.py` and docs/security.md.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import os
 import re
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import zmq
 
@@ -39,6 +40,11 @@ _PAYLOAD_MS = 1 << 30
 """How long a payload may take before ZeroMQ drops the connection. Effectively never: the protocol's deadlines apply."""
 _NOT_ALLOWED = 400
 """Status code of the ZeroMQ Authentication Protocol."""
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_CLOSED = (errno.EPIPE, errno.ECONNRESET)
+_CLOSED_OFTEN = 3
+"""Handshakes in a row that the other side ended, before the client suspects its copy of the plane's key."""
+_PROBE_S = 1.0
 SMALL, LARGE = b"c", b"d"
 """First byte of the names of a client's two connections. The other 15 bytes are the same."""
 _WRITER = b"w"
@@ -187,7 +193,7 @@ def connected_pair(
 
 
 class KeyRefused(PeerError):
-    """The plane does not accept this client's key."""
+    """The plane does not accept this client's keys, or that it has none."""
 
 
 class SocketClient:
@@ -204,12 +210,13 @@ class SocketClient:
         self._small, self._large = connected_pair(self._context, url, keys)
         for end in (self._small, self._large):
             self._poller.register(end, zmq.POLLIN)
-        self._url, self._monitor = url, None
-        if keys is not None:
-            # ZeroMQ connects again and again with a key that is refused. Without this, that looks like a plane that is
-            # not there. If the first refusal is missed here, the next one comes after 50 ms.
-            self._monitor = self._small.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-            self._poller.register(self._monitor, zmq.POLLIN)
+        self._url = url
+        # ZeroMQ connects again and again with keys that are refused. Without this, that looks like a plane that is not
+        # there. If the first refusal is missed here, the next one comes after 50 ms.
+        self._monitor = self._small.get_monitor_socket(_REFUSALS)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._ended = 0
+        """Handshakes that the other side ended without a reason, since the last message."""
 
     def send(self, header: bytes, frames: Frames = ()) -> None:
         try:
@@ -222,19 +229,36 @@ class SocketClient:
         if got is None and (ready := dict(self._poller.poll(int(max(timeout_s, 0) * 1000)))):
             self._wake.clear()
             got = self._take()
-            if got is None and self._monitor is not None and self._monitor in ready:
-                from zmq.utils.monitor import recv_monitor_message  # imports asyncio: only after a refusal
-
-                self._check_refusal(recv_monitor_message(self._monitor))
+            if got is None and self._monitor in ready:
+                self._check_refusal(*struct.unpack("=HI", self._monitor.recv_multipart()[0]))
+        if got is not None:
+            self._ended = 0
         return got
 
-    def _check_refusal(self, event: Mapping[str, Any]) -> None:
+    def _check_refusal(self, event: int, value: int) -> None:
+        """Raise KeyRefused if a handshake failed for a reason that waiting does not change."""
+        mechanism = b""
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            mechanism = b"NULL" if self.keys else b"CURVE"  # whichever this client does not speak
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self.keys and value in _CLOSED:
+            # A plane closes the connection if it cannot read what was encrypted for another plane's key. So does a
+            # proxy whose plane is away, but that sends no greeting.
+            self._ended = (self._ended + 1) % _CLOSED_OFTEN
+            mechanism = b"" if self._ended else _mechanism_at(self._url)
         # 400 means that the plane looked the key up. Other codes pass, such as those of a plane that is just ending.
-        if event["value"] == _NOT_ALLOWED and self.keys is not None:
-            raise KeyRefused(
-                f"{self._url}: the plane refused the key {self.keys.public.decode()}; add it to the allowed/ or "
-                "writers/ folder of the plane's keys and restart the plane, or pass keys= of a client it knows"
-            )
+        refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == _NOT_ALLOWED
+        if self.keys is None:
+            if mechanism == b"CURVE":
+                reason = "the plane requires keys; pass keys=DIR (a command takes --keys DIR)"
+                raise KeyRefused(f"{self._url}: {reason}")
+        elif mechanism or refused:
+            reason = f"the plane refused the key {self.keys.public.decode()}; add it to the allowed/ or writers/ "
+            reason += "folder of the plane's keys and restart the plane, or pass keys= of a client it knows"
+            if mechanism == b"NULL":
+                reason = "the plane there uses no keys; start it with keys, or connect without keys="
+            elif mechanism:
+                reason = f"the plane has another key than {self.keys.plane.decode()}; copy its plane.key to this client"
+            raise KeyRefused(f"{self._url}: {reason}")
 
     def _take(self) -> Envelope | None:
         for end in (self._small, self._large):  # small ones first: a heartbeat must not wait behind a payload
@@ -249,13 +273,38 @@ class SocketClient:
         self._wake.call()
 
     def close(self) -> None:
-        if self._monitor is not None:
-            self._small.disable_monitor()
-            self._monitor.close(linger=0)
+        self._small.disable_monitor()
+        self._monitor.close(linger=0)
         for end in (self._small, self._large):
             end.close(linger=500)
         self._context.term()
         self._wake.close()
+
+
+def _mechanism_at(url: str) -> bytes:
+    """Return the security mechanism in the greeting at an address: b"CURVE", b"NULL", or b"" if ZeroMQ is not there.
+
+    A greeting is a signature of 10 bytes, a version of 2, and the mechanism in 20. ZeroMQ sends its signature at once,
+    and the rest in reply to ours.
+    """
+    match = _URL.fullmatch(url)
+    assert match is not None, url
+    end = socket.socket(socket.AF_UNIX) if match["path"] else None
+    try:
+        if end is None:
+            end = socket.create_connection((match["host"].strip("[]"), int(match["port"])), timeout=_PROBE_S)
+        else:
+            end.settimeout(_PROBE_S)
+            end.connect(match["path"])
+        end.sendall(b"\xff" + bytes(8) + b"\x7f\x03")
+        with end.makefile("rb") as reader:
+            greeting = reader.read(32)
+    except OSError:
+        return b""
+    finally:
+        if end is not None:
+            end.close()
+    return greeting[12:].rstrip(b"\0") if greeting[:1] == b"\xff" else b""
 
 
 def _user_of(part: zmq.Frame) -> str:

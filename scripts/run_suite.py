@@ -1,0 +1,59 @@
+"""Run every check and every test of `make test` side by side.
+
+    .venv/bin/python scripts/run_suite.py
+
+Three parts run at the same time: the checks; the tests of packages that take seconds to import (verifiers, TRL), in one
+process; and all other tests, in four workers. Each worker imports all test modules that it is given, so in one
+run these packages were imported four times. What the first two print is shown when they end.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PYTEST = [str(Path(sys.executable).parent / "pytest")]
+SLOW_TO_IMPORT = ["tests/integrations", "tests/capture/test_verifiers.py", "tests/commands/test_rollouts_command.py"]
+PARTS = {
+    "checks": ["bash", "scripts/check"],
+    "integrations": [*PYTEST, *SLOW_TO_IMPORT],
+    "tests": [
+        *PYTEST,
+        *("-n", "4", "--dist", "loadscope", "--no-loadscope-reorder", "--doctest-modules", "tests", "src"),
+        *(f"--ignore={path}" for path in SLOW_TO_IMPORT),
+    ],
+}
+
+
+def run(parts: dict[str, Sequence[str]]) -> int:
+    """Run commands at the same time, the last one with its output as it comes. Return 1 if any fails."""
+    *behind, shown = parts
+    codes: dict[str, int] = {}
+
+    def finish(name: str) -> None:
+        began = time.monotonic()
+        with tempfile.TemporaryFile("w+", errors="replace") as output:
+            done = subprocess.run(parts[name], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False)
+            output.seek(0)
+            print(f"\n== {name}, {time.monotonic() - began:.0f} s\n{output.read()}", flush=True)
+        codes[name] = done.returncode
+
+    threads = [threading.Thread(target=finish, args=(name,)) for name in behind]
+    for thread in threads:
+        thread.start()
+    codes[shown] = subprocess.run(parts[shown], cwd=ROOT, check=False).returncode
+    for thread in threads:
+        thread.join()
+    failed = [name for name in parts if codes.get(name) != 0]
+    print(f"failed: {', '.join(failed)}" if failed else "all passed", flush=True)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(run(PARTS))

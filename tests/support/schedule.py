@@ -1,0 +1,88 @@
+"""A pytest plugin for `make test`: which modules of `src` are collected, and which modules run first and together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_SRC = Path(__file__).parents[2] / "src"
+FORKED = {
+    "test_demo",
+    "test_ranks",
+    "test_refusals",
+    "test_top_p",
+    "test_train_command",
+    "test_trainer_kit_ranks",
+    "test_trees",
+}
+"""Modules whose processes are forked from one that has imported torch and transformers, which takes eight seconds of
+core time. One worker runs them all."""
+LONG = FORKED | {
+    "test_cluster",
+    "test_direct",
+    "test_faults",
+    "test_kill_points",
+    "test_network",
+    "test_objects_killed",
+    "test_outages",
+    "test_processes",
+    "test_put_many_killed",
+    "test_storage_bench",
+    "test_transcript",
+    "test_waiting_line",
+    "test_watching",
+}
+"""Modules of more than half a minute among those that start processes, and those that run together."""
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Of `src`, collect modules with examples only: some integrations take seconds to import, in each worker."""
+    is_module = collection_path.suffix == ".py" and collection_path.is_relative_to(_SRC)
+    return True if is_module and ">>> " not in collection_path.read_text(encoding="utf-8") else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = _places(items)
+    items.sort(key=lambda item: place[item.path])
+
+
+def _places(items: Sequence[pytest.Item]) -> dict[Path, float]:
+    """Where each module stands in the order of the tests, from 0 to 1.
+
+    Modules that start processes wait half of their time, others compute all of it. They are mixed evenly: one kind
+    after the other would leave a core idle first, and then have four workers share two. In each kind the long modules
+    start first: last they would leave the other workers idle.
+    """
+    waiting = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("process")}
+    deep = {item.path for item in items if item.get_closest_marker("deep")}
+    modules = list(dict.fromkeys(item.path for item in items))
+    kinds = (
+        sorted((path for path in modules if path in waiting), key=lambda path: path.stem not in LONG),
+        sorted((path for path in modules if path not in waiting), key=lambda path: path not in deep),
+    )
+    return {path: i / len(kind) for kind in kinds for i, path in enumerate(kind)}
+
+
+def unit_of(nodeid: str) -> str:
+    """What runs in one worker: a class or module of tests, or all of `FORKED`.
+
+    >>> unit_of("tests/demo/test_demo.py::test_x"), unit_of("tests/test_a.py::TestB::test_x")
+    ('forked', 'tests/test_a.py::TestB')
+    """
+    unit = nodeid.rsplit("::", 1)[0]
+    return "forked" if Path(nodeid.partition("::")[0]).stem in FORKED else unit
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Replace xdist's `loadscope`, whose units are modules and classes."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadscope" else None
