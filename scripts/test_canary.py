@@ -140,7 +140,7 @@ def run_tests(canary: Canary, home: Path) -> tuple[str, bool]:
         return f"not finished after {_LIMIT_S} s", False
     lines = done.stdout.strip().splitlines() or ["no output"]
     (home / "output.txt").write_text(done.stdout + done.stderr)
-    return re.sub(r"=+| in \d.*", "", lines[-1]).strip(), done.returncode == 0
+    return re.sub(r"=+|, \d+ warnings?| in \d.*", "", lines[-1]).strip(), done.returncode == 0
 
 
 def tried(canary: Canary, *, pre: bool, known: str) -> Result | None:

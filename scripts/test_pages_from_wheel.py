@@ -128,9 +128,9 @@ def expect(found: object, wanted: object, what: str) -> None:
         raise Failed(f"{what}: {found!r}, not {wanted!r}")
 
 
-def ends(printed: str, wanted: str) -> None:
-    if not printed.endswith(wanted):
-        raise Failed(f"printed {printed[-500:]!r}, which should end with {wanted!r}")
+def expect_in(printed: str, wanted: str) -> None:
+    if wanted not in printed:
+        raise Failed(f"printed {printed[-500:]!r}, which should have {wanted!r}")
 
 
 # ------------------------------------------------------------------ what each page shows
@@ -138,8 +138,8 @@ def ends(printed: str, wanted: str) -> None:
 
 def trl(trial: Trial) -> None:
     _, script, advantages, export = trial.blocks()
-    ends(trial.run("python", trial.file("trl_train.py", script)), "step 8: 64 samples trained\n")
-    ends(trial.run("python", "-c", advantages), "[1.0, -1.0, -1.0, 1.0]\n")
+    expect_in(trial.run("python", trial.file("trl_train.py", script)), "step 8: 64 samples trained\n")
+    expect_in(trial.run("python", "-c", advantages), "[1.0, -1.0, -1.0, 1.0]\n")
     trial.run("python", trial.file("export.py", export))
     trial.run("penstock", "tokens", "tokens")
 
@@ -147,19 +147,19 @@ def trl(trial: Trial) -> None:
 def trl_killed(trial: Trial) -> str:
     command = ("python", trial.file("trl_train.py", trial.blocks()[1]), "30")
     trial.kill(*command, when=trial.has("out/checkpoint-3/trainer_state.json"))
-    ends(trial.run(*command), "step 30: 240 samples trained\n")
+    expect_in(trial.run(*command), "step 30: 240 samples trained\n")
     return "trainer, after checkpoint 3 of 30: 240 of 240 samples trained"
 
 
 def transformers(trial: Trial) -> None:
-    ends(trial.run("python", trial.file("train.py", "".join(trial.blocks()))), "4 32\n")
+    expect_in(trial.run("python", trial.file("train.py", "".join(trial.blocks()))), "4 32\n")
 
 
 def transformers_killed(trial: Trial) -> str:
     command = ("python", trial.file("train.py", "".join(trial.blocks())))
     trial.kill(*command, when=trial.has("out/checkpoint-1/trainer_state.json"))
     expect(trial.ledger("run")["accepted"], 32, "accepted before the kill")
-    ends(trial.run(*command), "4 32\n")
+    expect_in(trial.run(*command), "4 32\n")
     expect(trial.ledger("run")["accepted"], 32, "accepted after the restart")
     return "trainer with its plane, after checkpoint 1: 4 steps, 32 of 32 samples trained once"
 
@@ -202,24 +202,21 @@ def tinker(trial: Trial) -> None:
 
 def files(trial: Trial) -> None:
     trial.run("python", trial.file("files.py", "".join(trial.blocks())))
-    ends(
-        trial.run("penstock", "convert", "groups.penstock", "groups.jsonl").splitlines()[1][:22],
-        "1 samples in 1 groups,",
-    )
+    expect_in(trial.run("penstock", "convert", "groups.penstock", "groups.jsonl"), "1 sample in 1 group, 3 tokens")
 
 
 def files_killed(trial: Trial) -> str:
     made = "ps.Sample(id=f'{i}/0', group=f'{i}', token_ids=[5, 6, 7], loss_mask=[0, 1, 1])"
-    more = f"import penstock as ps\nfor i in range(20_000):\n    file.write(ps.encode([{made}]))\n"
+    more = f"import penstock as ps\nfor i in range(4_000):\n    file.write(ps.encode([{made}]))\n"
     more = f"file = open('many.penstock', 'wb')\n{more}"
     trial.run("python", trial.file("many.py", more))
     command = ("penstock", "convert", "many.penstock", "many.parquet")
     trial.kill(*command, when=trial.has("*many.parquet*"))
     expect((trial.folder / "many.parquet").exists(), False, "a file of that name before it is complete")
-    ends(trial.run(*command).splitlines()[1][:32], "20,000 samples in 20,000 groups,")
+    expect_in(trial.run(*command), "4,000 samples in 4,000 groups,")
     trial.run("python", trial.file("files.py", "".join(trial.blocks())))
     trial.run("python", "files.py")
-    return "`penstock convert`: no file until it is complete, then 20,000 of 20,000 samples"
+    return "`penstock convert`: no file until it is complete, then 4,000 of 4,000 samples"
 
 
 def http(trial: Trial) -> None:
@@ -275,7 +272,7 @@ def nemo_gym_killed(trial: Trial) -> str:
 
 def transfer_queue(trial: Trial) -> None:
     alone(trial, trial.file("queue.py", trial.blocks()[0]))
-    ends(trial.run("penstock", "view", "queue").splitlines()[0], "2 keys (train 2)")
+    expect_in(trial.run("penstock", "view", "queue"), "2 keys (train 2)")
 
 
 def transfer_queue_killed(trial: Trial) -> str:
@@ -308,7 +305,7 @@ def verl(trial: Trial) -> None:
         "    queue = compose('ppo_trainer', sys.argv[1:]).transfer_queue\n"
         "print('Penstock' in factory._registry, queue.backend.storage_backend, queue.backend.Penstock.restore)\n"
     )
-    ends(trial.run("python", "-c", program, *words), "True Penstock True\n")
+    expect_in(trial.run("python", "-c", program, *words), "True Penstock True\n")
 
 
 def check_your_trainer(trial: Trial) -> None:
