@@ -4,7 +4,7 @@
 # torch and everything else again: the suite then takes half as long again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-fast test-ray test-packaging test-integrations test-canary bench docs release-check clean
+.PHONY: help demo test test-fast test-ray test-packaging test-integrations test-canary test-pages bench docs release-check clean
 
 help:
 	@echo "make demo    set up, then watch a policy learn on this machine"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-packaging   build the package and try it in fresh environments, on every Python that is found"
 	@echo "make test-integrations       NeMo-Gym, TransferQueue and verl, with those packages in an environment of their own"
 	@echo "make test-canary      newest releases and pre-releases of the packages that integrations touch, each in its own environment"
+	@echo "make test-pages       every page of an integration with the built wheel in an empty folder, as it is and with kill -9"
 	@echo "make bench   set up, then measure against rivals on this machine"
 	@echo "make docs    build the documentation site into build/site, in .venv-docs; fails on a broken link"
 	@echo "make release-check    wheel, sdist, metadata, changelog, and the lowest declared versions of the dependencies"
@@ -44,6 +45,10 @@ test-packaging:
 test-canary:
 	@bash scripts/setup dev,bench
 	.venv/bin/python scripts/test_canary.py --write
+
+test-pages:
+	@bash scripts/setup dev,bench
+	.venv/bin/python -m scripts.test_pages_from_wheel --write
 
 test-integrations:
 	@bash scripts/setup_integrations build/upstream

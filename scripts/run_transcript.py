@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,11 +89,11 @@ def agrees(shown: str, printed: str) -> bool:
 
 
 class Shell:
-    """One bash, in a folder of its own."""
+    """One bash, in a folder of its own. By default this interpreter's environment is first in PATH."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, given: dict[str, str] | None = None) -> None:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+        env = {**(given or {**os.environ, "PATH": path}), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
         self._process = subprocess.Popen(
             ["bash", "--noprofile", "--norc"],
             cwd=folder,
@@ -130,15 +130,19 @@ class Shell:
 
 def run_page(page: Path, folder: Path) -> int:
     """How many commands ran; raises Differs."""
-    shell, count = Shell(folder), 0
+    return run_steps(page.name, steps(page.read_text(encoding="utf-8")), folder)
+
+
+def run_steps(page: str, every: Iterable[Command | File], folder: Path, given: dict[str, str] | None = None) -> int:
+    shell, count = Shell(folder, given), 0
     try:
-        for step in steps(page.read_text(encoding="utf-8")):
+        for step in every:
             if isinstance(step, File):
                 (folder / step.name).write_text(step.text)
                 continue
             printed = shell.run(step.words)
             if not agrees(step.shown, printed):
-                raise Differs(f"{page.name}:{step.line}: $ {step.words}\nexpected\n{step.shown}\nprinted\n{printed}")
+                raise Differs(f"{page}:{step.line}: $ {step.words}\nexpected\n{step.shown}\nprinted\n{printed}")
             count += 1
     finally:
         shell.close()

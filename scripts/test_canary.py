@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -139,7 +140,7 @@ def run_tests(canary: Canary, home: Path) -> tuple[str, bool]:
         return f"not finished after {_LIMIT_S} s", False
     lines = done.stdout.strip().splitlines() or ["no output"]
     (home / "output.txt").write_text(done.stdout + done.stderr)
-    return re.sub(r"=+| in \d.*", "", lines[-1]).strip(), done.returncode == 0
+    return re.sub(r"=+|, \d+ warnings?| in \d.*", "", lines[-1]).strip(), done.returncode == 0
 
 
 def tried(canary: Canary, *, pre: bool, known: str) -> Result | None:
@@ -156,18 +157,16 @@ def tried(canary: Canary, *, pre: bool, known: str) -> Result | None:
     return Result(canary.package, version, kind, outcome, time.monotonic() - began, is_ok)
 
 
-def write(results: list[Result]) -> None:
-    """Write the rows of what was tried today; rows of other packages stay."""
+def write_rows(start: str, end: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """Write today's rows into a table of the page, the date behind each. Rows that begin with another cell stay."""
     page = PAGE.read_text()
-    before, after = page.index(START) + len(START), page.index(END)
-    lines = page[before:after].splitlines()
-    old = [line for line in lines if line.startswith("| ") and not line.startswith("| package")]
-    names = {f"| {result.package} |" for result in results}
+    before, after = page.index(start) + len(start), page.index(end)
     today = datetime.now(UTC).date().isoformat()
-    rows = [line for line in old if not any(line.startswith(name) for name in names)]
-    rows += [f"| {r.package} | {r.version} | {r.kind} | {today} | {r.outcome} |" for r in results]
-    head = ["| package | version | | date | tests |", "|---|---|---|---|---|"]
-    PAGE.write_text(f"{page[:before]}\n" + "\n".join([*head, *sorted(rows)]) + f"\n{page[after:]}")
+    new = {f"| {' | '.join((*row, today))} |" for row in rows}
+    names = tuple(f"| {row[0]} |" for row in rows)
+    old = {line for line in page[before:after].splitlines()[3:] if not line.startswith(names)}
+    table = [f"| {' | '.join((*head, 'date'))} |", f"|{'---|' * (len(head) + 1)}", *sorted(old | new)]
+    PAGE.write_text(f"{page[:before]}\n" + "\n".join(table) + f"\n{page[after:]}")
 
 
 def main() -> int:
@@ -189,7 +188,8 @@ def main() -> int:
             results.append(found)
             print(f"{found.package} {found.version} ({found.kind}): {found.outcome}, {found.seconds:.0f} s", flush=True)
     if asked.write:
-        write(results)
+        rows = [(r.package, r.version, r.kind, r.outcome) for r in results]
+        write_rows(START, END, ("package", "version", "", "tests"), rows)
     return 0 if all(result.is_ok for result in results) else 1
 
 

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.process
 Note = Callable[[Any], Any]
 STEPS, SAVED, DEATH = 8, 2, 5
 """Steps of a run; a checkpoint every so many; the step after which the first life ends."""
-LOSS = LossConfig(entropy_bonus=0.0)
+LOSS = LossConfig()
 
 
 def arguments(folder: Path, **changes: Any) -> TrainingArguments:

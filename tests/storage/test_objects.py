@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import Away, ConfigError, Conflict, Fenced, StorageError
-from penstock.storage import Gone, ObjectStorage, Storage, Writer, parse_location
+from penstock.storage import (
+    Gone,
+    ObjectStorage,
+    Storage,
+    Writer,
+    address_of,
+    is_object_url,
+    open_storage,
+    parse_location,
+)
 from penstock.storage.custody import Custody, read_marker
 from penstock.storage.interface import new_segment_name
 from penstock.storage.object_ranges import OBJECT_BYTES
@@ -308,6 +317,16 @@ def test_credentials_in_an_address_are_refused_and_not_repeated(text: str) -> No
 def test_an_address_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="storage"):
         parse_object_url(text)
+
+
+def test_an_address_of_another_scheme_is_neither_a_store_nor_a_folder() -> None:
+    assert all(map(is_object_url, ("s3://bucket/a", "GS://bucket", "azure://container")))
+    assert not any(
+        map(is_object_url, ("tcp://host:7440", "postgresql://host/db", "file:///data", "/data", "ftp://a/b"))
+    )
+    for act in (address_of, open_storage):
+        with pytest.raises(ConfigError, match=r"storage 'ftp'://...: give a folder, or s3://BUCKET/PREFIX"):
+            act("ftp://host/data")
 
 
 def test_addresses_of_all_stores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from penstock.client import Step
 from penstock.demo.tasks import REVERSE, model_of
 from penstock.packing import PackedStep, Packing
 from penstock.testing.trainer import check
-from penstock.train.run_config import OptimizerConfig, TrainConfig
+from penstock.train.run_config import LossConfig, OptimizerConfig, TrainConfig
 from penstock.train.trainer import Trainer
 from tests.train.ranks import run_ranks
 
@@ -40,6 +40,7 @@ def trainer_of(folder: Path, rank: int, ranks: int) -> Trainer:
         folder=str(folder),
         packing=Packing(ranks=ranks, seq_len=64, micro_batch_max_tokens=128, long_rows=True),
         model=model_of("reverse"),
+        loss=LossConfig(entropy_bonus=0.01),
         optimizer=OptimizerConfig(max_grad_norm=1e9),  # no clipping
     )
     trainer = Trainer(config, rank)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import typing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from nemo_gym.atif_v1_7 import AtifTrajectoryV1_7
 from nemo_gym.token_id_capture.config import TokenIdCaptureConfig
 from nemo_gym.token_id_capture.conformance import run_conformance
 from nemo_gym.token_id_capture.consumer import trajectories_from_source
+from nemo_gym.token_id_capture.lineage import FileLineageStore
 from nemo_gym.token_id_capture.protocols import LineageResolver, TokenSink, TokenSource
 from nemo_gym.token_id_capture.records import ParentResolutionStatus, TokenEntry
 from nemo_gym.token_id_capture.sink import (
@@ -25,6 +27,7 @@ from nemo_gym.token_id_capture.sink import (
     resolve_parent,
     set_token_sink,
 )
+from nemo_gym.token_id_capture.store import TokenCaptureStore
 
 import penstock as ps
 from penstock.convert import to_samples
@@ -51,11 +54,13 @@ def protocols(monkeypatch: pytest.MonkeyPatch) -> None:
 QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
 
 
-def test_gyms_conformance_suite_passes(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    passed = asyncio.run(
-        run_conformance(lambda: PenstockSink(folder), lambda: PenstockSource(folder), lambda: PenstockLineage(folder))
-    )
+@pytest.mark.parametrize(
+    "backend",
+    [(PenstockSink, PenstockSource, PenstockLineage), (TokenCaptureStore, TokenCaptureStore, FileLineageStore)],
+    ids=["Penstock", "Gym's own"],
+)
+def test_gyms_conformance_suite_passes(backend: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    passed = asyncio.run(run_conformance(*(partial(one, str(tmp_path)) for one in backend)))
     assert passed == [
         "put_then_freeze_visibility",
         "idempotent_reput",

@@ -15,7 +15,7 @@ from penstock import Sample, pack, to_torch
 from penstock.arrays.images import ImageSpan
 from penstock.assets import AssetStore
 from penstock.cli import main
-from penstock.errors import Conflict, InvalidInput
+from penstock.errors import Conflict, InvalidInput, MissingExtra
 from penstock.integrations.formats.file_or_stream import Place
 from penstock.integrations.formats.lost import Lost
 from penstock.integrations.formats.penstock_files import read_export
@@ -23,7 +23,9 @@ from penstock.train import mask_segments
 from penstock.train.loss import Dppo, Sft
 from penstock.train.modes import ByMode
 from penstock.view import Export, TokenExporter
-from penstock.view.parquet import records_to_parquet
+from penstock.view.jsonl import Jsonl
+from penstock.view.parquet import ParquetFile, records_to_parquet
+from penstock.view.step_files import Format
 from tests.support.exports import make_export
 
 SPAN = ImageSpan(hash="ab" * 32, grid=(1, 4, 6), offset=1, length=6, media_type="image/png", width=96, height=64)
@@ -117,3 +119,15 @@ def test_row_groups_are_bounded_by_the_bytes_of_images(tmp_path: Path) -> None:
         groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
     assert sum(groups) == len(records)
     assert max(groups) <= 3  # 3 MB each, 8 MiB a group
+
+
+@pytest.mark.parametrize(("file_format", "extra"), [(Jsonl, "view"), (ParquetFile, "parquet")])
+def test_a_missing_extra_is_named_before_the_first_step_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_format: Format, extra: str
+) -> None:
+    for module in [name for name in sys.modules if name.partition(".")[0] == file_format.needs]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(MissingExtra, match=rf"token export: needs {file_format.needs}; .*penstock-rl\[{extra}\]"):
+        TokenExporter(tmp_path / "tokens", file_format=file_format)
+    assert not (tmp_path / "tokens").exists()

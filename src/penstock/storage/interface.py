@@ -26,6 +26,8 @@ Pieces: TypeAlias = Sequence[Buffer]
 """The buffers that make up one frame, end to end."""
 Range: TypeAlias = tuple[int, int]
 """First byte within a frame, and the byte after the last."""
+SCHEMES = {"s3": "s3", "gs": "gs", "az": "az", "azure": "az"}
+"""Schemes of object stores, as written -> as we call them."""
 _SEGMENT = re.compile(r"[0-9a-f]{16}")
 _LOCATION = re.compile(r"([0-9a-f]{16}):(\d{1,15}):(\d{1,15})")
 
@@ -168,5 +170,6 @@ class Storage(Writable, Protocol):
 
 
 def is_object_url(text: str) -> bool:
-    """Return whether an address names an object store, not a folder."""
-    return "://" in text and not text.startswith("file://")
+    """Return whether an address names an object store: not a folder, and no address of a plane or a log."""
+    scheme, found, _ = text.partition("://")
+    return bool(found) and scheme.lower() in SCHEMES

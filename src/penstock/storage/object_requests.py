@@ -24,10 +24,9 @@ from typing import Any, TypeVar
 
 from penstock.errors import Away, ConfigError, PenstockError, StorageError
 from penstock.extras import require
+from penstock.storage.interface import SCHEMES
 
 T = TypeVar("T")
-SCHEMES = {"s3": "s3", "gs": "gs", "az": "az", "azure": "az"}
-"""Scheme as written -> as we call it."""
 PATIENCE_S = 10.0
 """How long a request is repeated if the caller gave no deadline."""
 _JITTER = random.Random()  # noqa: S311 - pauses, not secrets; a program's own `random` stays as it seeded it

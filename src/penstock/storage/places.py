@@ -28,7 +28,7 @@ def address_of(text: str | Path) -> str:
     's3://bucket/runs/mine'
     """
     given = str(text)
-    return str(parse_object_url(given)) if is_object_url(given) else str(Path(given.removeprefix("file://")).resolve())
+    return str(parse_object_url(given)) if is_object_url(given) else str(_folder(given).resolve())
 
 
 def open_storage(text: str | Path, *, create: bool = True) -> KeptStorage:
@@ -36,7 +36,7 @@ def open_storage(text: str | Path, *, create: bool = True) -> KeptStorage:
     given = str(text)
     if is_object_url(given):
         return ObjectStorage(given)
-    return FolderStorage(given.removeprefix("file://"), create=create)
+    return FolderStorage(_folder(given), create=create)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +80,19 @@ def erase(address: str, run_id: str) -> int:
         storage.close()
 
 
+def _folder(given: str) -> Path:
+    path = given.removeprefix("file://")
+    if "://" in path:
+        parse_object_url(given)  # raises: it knows which schemes there are
+    return Path(path)
+
+
 def _marked(text: str) -> list[str]:
     if is_object_url(text):
         url = address_of(text)
         with closing(ObjectStorage(url)) as storage:
             return [f"{url}/{place}".rstrip("/") for place in storage.marked()]
-    root = Path(text.removeprefix("file://"))
+    root = _folder(text)
     if not root.is_dir():
         raise InvalidInput(f"{root}: no such folder")
     found = [path.parent for depth in _DEPTHS for path in root.glob(f"{depth}marker")]

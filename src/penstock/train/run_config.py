@@ -111,7 +111,7 @@ class LossConfig(Checked):
         float, Meta(gt=0, description="dppo, ipo: probability change beyond which a token is masked")
     ] = 0.2
     kl_weight: Annotated[float, Meta(ge=0, description="dppo: weight of the squared log-ratio")] = 1e-3
-    entropy_bonus: Annotated[float, Meta(ge=0, description="weight of the entropy of the policy")] = 0.01
+    entropy_bonus: Annotated[float, Meta(ge=0, description="weight of the entropy of the policy, a bonus")] = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsFloat
 
 from penstock.errors import Closed, ConfigError, InvalidInput, PenstockError, StorageError, WaitTimeout
+from penstock.extras import require
 from penstock.packing import MicroBatch, Totals
 from penstock.view.batch_records import BatchCopy
 from penstock.view.folders import Done, PackedBatch, RankLock, all_done, make_folder, promote, reopen, step_folder
@@ -113,6 +114,7 @@ class TokenExporter:
         unknown = set(omit) - set(_OPTIONAL)
         if unknown:
             raise ConfigError(f"omit: {', '.join(sorted(unknown))}; a record can do without {', '.join(_OPTIONAL)}")
+        require("token export", file_format.needs)  # now, and not after the first step
         self.folder = Path(folder)
         self.rank, self.world, self.every = rank, world, every
         self._keep, self._format, self._max_bytes = keep or Everything(), file_format, max_bytes

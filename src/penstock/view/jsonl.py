@@ -28,6 +28,7 @@ class Jsonl:
     """Lines of JSON in `rank_<r>.jsonl`."""
 
     suffix = "jsonl"
+    needs = "orjson"
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

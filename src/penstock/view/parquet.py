@@ -37,6 +37,7 @@ class ParquetFile:
     """Row groups in `rank_<r>.parquet`."""
 
     suffix = "parquet"
+    needs = "pyarrow"
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._table = file, _Table()

@@ -33,6 +33,8 @@ class Format(Protocol):
     """Makes sinks."""
 
     suffix: str
+    needs: str
+    """The module of an extra that it imports."""
 
     def __call__(self, file: BinaryIO, /) -> Sink: ...
 

@@ -21,9 +21,7 @@ _MAX_TEXT = 100
 
 def is_queue(where: str) -> bool:
     """Check whether an address is the storage of a queue."""
-    # The command is given addresses of planes and logs too.
-    is_object = is_object_url(where) and where.partition("://")[0].lower() in ("s3", "gs", "az", "azure")
-    if not is_object and not (Path(where) / "marker").is_file():
+    if not is_object_url(where) and not (Path(where) / "marker").is_file():
         return False
     with closing(open_storage(where, create=False)) as storage:
         try:

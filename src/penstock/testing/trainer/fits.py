@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.testing.trainer_bugs_loss import column
-from penstock.testing.trainer_reference import Vector
-from penstock.testing.trainer_samples import Probe
-from penstock.testing.trainer_simulated import Columns, Hypothesis, Row, Simulator
+from penstock.testing.trainer.bugs_loss import column
+from penstock.testing.trainer.reference import Vector
+from penstock.testing.trainer.samples import Probe
+from penstock.testing.trainer.simulated import Columns, Hypothesis, Row, Simulator
 
 _LATE = 1000
 """Order of a fit: with equal evidence a bug without a free number comes first."""
@@ -172,25 +172,25 @@ def _late_temperatures(simulator: Simulator) -> Iterator[Hypothesis]:
 
 def _terms(simulator: Simulator, measured: Sequence[Measured]) -> Iterator[Hypothesis]:
     """A term that was added to the loss, or is missing in it, or has the wrong sign."""
-    pushes: dict[str, Callable[[Columns, Vector], Vector]] = {
-        "cross-entropy of the sampled tokens": lambda columns, t: -np.ones_like(t),
-        "KL to the sampler (k2, squared log-ratio)": lambda columns, t: t - columns["logprobs"],
-        "KL to the sampler (k3)": lambda columns, t: 1 - np.exp(columns["logprobs"] - t),
-        "KL to the sampler (ratio - 1 - log-ratio)": lambda columns, t: np.exp(t - columns["logprobs"]) - 1,
+    pushes: dict[str, Callable[[Columns, Vector, Vector], Vector]] = {
+        "cross-entropy of the sampled tokens": lambda columns, t, right: -np.ones_like(t),
+        "KL to the sampler (k2, squared log-ratio)": lambda columns, t, right: t - columns["logprobs"],
+        "KL to the sampler (k3)": lambda columns, t, right: 1 - np.exp(columns["logprobs"] - t),
+        "KL to the sampler (ratio - 1 - log-ratio)": lambda columns, t, right: np.exp(t - columns["logprobs"]) - 1,
     }
     if any("teacher_logprobs" in sample.columns for one in measured for sample in one.probe.samples):
         pushes |= {
-            "KL to the reference (k1)": lambda columns, t: np.ones_like(t),
-            "KL to the reference (k2, squared log-ratio)": lambda columns, t: t - columns["teacher_logprobs"],
-            "KL to the reference (k3)": lambda columns, t: 1 - np.exp(columns["teacher_logprobs"] - t),
-            "KL to the reference (reversed)": lambda columns, t: np.exp(t - columns["teacher_logprobs"]) - 1,
+            "KL to the reference (k1)": lambda columns, t, right: np.ones_like(t),
+            "KL to the reference (k2, squared log-ratio)": lambda columns, t, right: t - columns["teacher_logprobs"],
+            "KL to the reference (k3)": lambda columns, t, right: 1 - np.exp(columns["teacher_logprobs"] - t),
+            "KL to the reference (reversed)": lambda columns, t, right: np.exp(t - columns["teacher_logprobs"]) - 1,
         }
     for what, push in pushes.items():
-        factor = _strength(simulator, measured, Hypothesis(name="", fix="", push=_with(push, 1.0)))
+        factor = _strength(simulator, measured, Hypothesis(name="", fix="", push=_plus(push, 1.0)))
         yield Hypothesis(
             name=f"a term is added to the loss: {factor:.3g} x {what}",
             fix="remove the term, correct its sign or its weight, or declare the loss that has it",
-            push=_with(push, factor),
+            push=_plus(push, factor),
         )
     factor = _strength(simulator, measured, Hypothesis(name="", fix="", entropy=1.0))
     yield Hypothesis(
@@ -200,18 +200,10 @@ def _terms(simulator: Simulator, measured: Sequence[Measured]) -> Iterator[Hypot
     )
 
 
-def _with(push: Callable[[Columns, Vector], Vector], factor: float) -> Callable[[Columns, Vector, Vector], Vector]:
-    return lambda columns, t, right: right + factor * push(columns, t)
-
-
 def _strength(simulator: Simulator, measured: Sequence[Measured], unit: Hypothesis) -> float:
     few = [one for one in measured if one.probe.stage == "alone"][:8]
-    return slope(
-        [
-            (one.gradient - one.expected, simulator.gradient(one.probe.step, [unit]) - one.expected, one.scale)
-            for one in few
-        ]
-    )
+    predicted = [simulator.gradient(one.probe.step, [unit]) - one.expected for one in few]
+    return slope([(one.gradient - one.expected, other, one.scale) for one, other in zip(few, predicted, strict=True)])
 
 
 def _added(simulator: Simulator, measured: Sequence[Measured]) -> Iterator[Hypothesis]:

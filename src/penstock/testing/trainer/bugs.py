@@ -1,7 +1,7 @@
 """The catalogue of bugs that `penstock.testing.trainer` simulates, to find the one that explains a gradient best.
 
 A bug changes rows (masks, columns, boundaries, positions), coefficients (signs, ratios, clips), weights (denominators),
-or the gradient at the end. `catalogue` has the ones without a free number. Those with one are in `trainer_fits`.
+or the gradient at the end. `catalogue` has the ones without a free number. Those with one are in `fits`.
 """
 
 # ruff: noqa: ARG001, ARG005   (functions of one kind have one signature, whether or not they need all of it)
@@ -15,10 +15,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.testing.trainer_bugs_loss import advantage_bugs, ratio_bugs
-from penstock.testing.trainer_bugs_weights import weight_bugs
-from penstock.testing.trainer_reference import Vector
-from penstock.testing.trainer_simulated import Hypothesis, Mask, Row, spans_of, spread
+from penstock.testing.trainer.bugs_loss import advantage_bugs, ratio_bugs
+from penstock.testing.trainer.bugs_weights import weight_bugs
+from penstock.testing.trainer.reference import Vector
+from penstock.testing.trainer.simulated import Hypothesis, Mask, Row, spans_of, spread
 
 MaskChange: TypeAlias = Callable[[Mask, NDArray[np.int64]], Mask]
 """mask and token ids of one sample -> another mask"""
@@ -213,8 +213,8 @@ def _with_positions(change: Callable[[Row], NDArray[np.int64]]) -> Callable[[Row
     return lambda row: row.with_columns(position_ids=change(row).astype(np.int64))
 
 
-def _one_sequence(row: Row, padding: bool) -> Row:
-    end = row.size if padding or not row.samples else row.samples[-1][1]
+def _one_sequence(row: Row) -> Row:
+    end = row.samples[-1][1] if row.samples else row.size
     rest = tuple(bound for bound in row.bounds if bound[0] >= end)
     return replace(row, bounds=((0, end), *rest))
 
@@ -239,10 +239,7 @@ def _turns_alone(row: Row) -> Row:
 
 
 def _restarted(row: Row) -> NDArray[np.int64]:
-    out = np.zeros(row.size, np.int64)
-    for a, b in row.bounds:
-        out[a:b] = np.arange(b - a)
-    return out
+    return np.concatenate([np.arange(b - a) for a, b in row.bounds])
 
 
 def _from_falls(row: Row) -> Row:
@@ -268,63 +265,42 @@ def _since_turn(row: Row) -> NDArray[np.int64]:
 
 
 def _passes() -> list[Hypothesis]:
-    changes: list[tuple[str, str, Callable[[Row], Row]]] = [
-        ("attention sees the other samples of a row", _ROWS, lambda row: _one_sequence(row, False)),
-        (
-            "positions and attention run on through a row",
-            _ROWS,
-            lambda row: _with_positions(_restarted)(_one_sequence(row, False)),
-        ),
-        ("positions run on through a row", _ROWS, _with_positions(lambda row: np.arange(row.size))),
-        ("positions begin at 1", _ROWS, _with_positions(lambda row: row.columns["position_ids"] + 1)),
-        ("positions begin at 2", _ROWS, _with_positions(lambda row: row.columns["position_ids"] + 2)),
-        ("all positions are 0", _ROWS, _with_positions(lambda row: row.columns["position_ids"] * 0)),
-        ("positions are counted from the end", _ROWS, _with_positions(_reversed_positions)),
-        ("positions begin anew after every turn", _ROWS, _with_positions(_since_turn)),
-        ("boundaries are taken from falls of position_ids", _ROWS, _from_falls),
-        ("boundaries of attention are one token late", _ROWS, lambda row: _moved_bounds(row, 1)),
-        ("boundaries of attention are one token early", _ROWS, lambda row: _moved_bounds(row, -1)),
-        ("the prompt is not seen", "pass the whole sample through the model, context included", _without_prompt),
-        (
-            "the prompt is not seen",
-            "pass the whole sample through the model, context included",
-            lambda row: _with_positions(_restarted)(_without_prompt(row)),
-        ),
-        ("earlier turns are not seen", "pass the whole sample through the model", _turns_alone),
-        (
-            "earlier turns are not seen",
-            "pass the whole sample through the model",
-            lambda row: _with_positions(_restarted)(_turns_alone(row)),
-        ),
-        (
-            "token t is predicted from t - 2 (shifted twice)",
-            "the logits of token t - 1 predict token t: shift once",
-            lambda row: replace(row, shift=2),
-        ),
-        (
-            "token t is predicted from t - 2 (shifted twice)",
-            "the logits of token t - 1 predict token t: shift once",
-            lambda row: replace(row, shift=2, across=True),
-        ),
-        (
-            "token t is predicted from token t (not shifted)",
-            "the logits of token t - 1 predict token t: shift once",
-            lambda row: replace(row, shift=0),
-        ),
-        (
-            "token t is predicted from t - 3",
-            "the logits of token t - 1 predict token t: shift once",
-            lambda row: replace(row, shift=3),
-        ),
+    restarted = _with_positions(_restarted)
+    cut: dict[str, Callable[[Row], Row]] = {
+        "attention sees the other samples of a row": _one_sequence,
+        "positions and attention run on through a row": lambda row: restarted(_one_sequence(row)),
+        "positions run on through a row": _with_positions(lambda row: np.arange(row.size)),
+        "positions begin at 1": _with_positions(lambda row: row.columns["position_ids"] + 1),
+        "positions begin at 2": _with_positions(lambda row: row.columns["position_ids"] + 2),
+        "all positions are 0": _with_positions(lambda row: row.columns["position_ids"] * 0),
+        "positions are counted from the end": _with_positions(_reversed_positions),
+        "positions begin anew after every turn": _with_positions(_since_turn),
+        "boundaries are taken from falls of position_ids": _from_falls,
+        "boundaries of attention are one token late": lambda row: _moved_bounds(row, 1),
+        "boundaries of attention are one token early": lambda row: _moved_bounds(row, -1),
+    }
+    seen: list[tuple[str, Callable[[Row], Row]]] = [
+        ("the prompt is not seen", _without_prompt),
+        ("the prompt is not seen", lambda row: restarted(_without_prompt(row))),
+        ("earlier turns are not seen", _turns_alone),
+        ("earlier turns are not seen", lambda row: restarted(_turns_alone(row))),
     ]
-    return [Hypothesis(name=name, fix=fix, row=change) for name, fix, change in changes]
+    shifted: list[tuple[str, Callable[[Row], Row]]] = [
+        ("token t is predicted from t - 2 (shifted twice)", lambda row: replace(row, shift=2)),
+        ("token t is predicted from t - 2 (shifted twice)", lambda row: replace(row, shift=2, across=True)),
+        ("token t is predicted from token t (not shifted)", lambda row: replace(row, shift=0)),
+        ("token t is predicted from t - 3", lambda row: replace(row, shift=3)),
+    ]
+    by_fix = (
+        (_ROWS, cut.items()),
+        ("pass the whole sample through the model, context included", seen),
+        ("the logits of token t - 1 predict token t: shift once", shifted),
+    )
+    return [Hypothesis(name=name, fix=fix, row=change) for fix, changes in by_fix for name, change in changes]
 
 
 def _reversed_positions(row: Row) -> NDArray[np.int64]:
-    out = np.zeros(row.size, np.int64)
-    for a, b in row.bounds:
-        out[a:b] = np.arange(b - a)[::-1]
-    return out
+    return np.concatenate([np.arange(b - a)[::-1] for a, b in row.bounds])
 
 
 def _temperatures() -> list[Hypothesis]:

@@ -1,20 +1,11 @@
-"""A conformance test for trainers: is the gradient right, and if not, which bug explains it?
-
-    from penstock.testing.trainer import check, each_rank
-    from penstock.train import Grpo
-
-    def step_fn(step, world):                  # one rank's step, as `source.step()` returns it
-        ...                                    # forward and backward of all micro-batches
-        return loss, gradients                 # by parameter name, before clipping and before the optimizer
-    report = check(each_rank(step_fn), vocabulary=len(tokenizer), model=model, loss=Grpo())
-    assert report.ok, report
+"""Runs the check: trains the probes with a step function, compares, and reports.
 
 With `model` and `loss` the check knows what every gradient should be: each sample goes through the model alone, in
 float64, and the loss is computed token by token. Tiny steps are trained, from one sample alone to several ranks, and
 compared. Where they differ, the check simulates a catalogue of bugs and names the one that predicts what was measured.
 
 Without them it can only compare the trainer with itself: the gradient of a step has to be the weighted mean of the
-gradients of its samples, and of its tokens, each trained alone. See `trainer_self`.
+gradients of its samples, and of its tokens, each trained alone. See `itself`.
 """
 
 from __future__ import annotations
@@ -29,13 +20,13 @@ from numpy.typing import NDArray
 from penstock.client import Step
 from penstock.errors import InvalidInput
 from penstock.packing import PackedStep
-from penstock.testing.trainer_judge import Finding, Judge
-from penstock.testing.trainer_measure import measure, rerun, wrong_losses
-from penstock.testing.trainer_noise import Noise, measure_noise
-from penstock.testing.trainer_reference import Flat, Forward, Reference, Sequence1, Vector, matched
-from penstock.testing.trainer_samples import Options, Samples
-from penstock.testing.trainer_self import check_itself
-from penstock.testing.trainer_simulated import Per, Simulator, push_of
+from penstock.testing.trainer.itself import check_itself
+from penstock.testing.trainer.judge import Finding, Judge
+from penstock.testing.trainer.measure import measure, rerun, wrong_losses
+from penstock.testing.trainer.noise import Noise, measure_noise
+from penstock.testing.trainer.reference import Flat, Forward, Reference, Sequence1, Vector, matched
+from penstock.testing.trainer.samples import Options, Samples
+from penstock.testing.trainer.simulated import Per, Simulator, push_of
 
 Gradients: TypeAlias = Mapping[str, Any] | Sequence[Any]
 """Arrays or tensors, by parameter or in one order."""

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.testing.trainer_fits import Measured
-from penstock.testing.trainer_judge import Finding
-from penstock.testing.trainer_noise import Noise, Run
-from penstock.testing.trainer_reference import Vector
-from penstock.testing.trainer_samples import Probe
-from penstock.testing.trainer_simulated import Per, Simulator
+from penstock.testing.trainer.fits import Measured
+from penstock.testing.trainer.judge import Finding
+from penstock.testing.trainer.noise import Noise, Run
+from penstock.testing.trainer.reference import Vector
+from penstock.testing.trainer.samples import Probe
+from penstock.testing.trainer.simulated import Per, Simulator
 
 
 def measure(runner: Run, simulator: Simulator, probes: Sequence[Probe], noise: Noise) -> list[Measured]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.testing.trainer_reference import Vector
-from penstock.testing.trainer_simulated import Hypothesis, Place, Row, spans_of
+from penstock.testing.trainer.reference import Vector
+from penstock.testing.trainer.simulated import Hypothesis, Place, Row, spans_of
 
 _COUNT = "divide the summed loss of every micro-batch by step.loss_tokens, the count of trained tokens of all ranks"
 

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from penstock.arrays import Sample
 from penstock.errors import InvalidInput
-from penstock.testing.trainer_judge import Finding, Judge
-from penstock.testing.trainer_measure import measure, rerun, wrong_losses
-from penstock.testing.trainer_noise import Noise, Run, measure_noise
-from penstock.testing.trainer_reference import Flat, Sequence1, Vector
-from penstock.testing.trainer_samples import Options, Samples, uniform
-from penstock.testing.trainer_simulated import Columns, Simulator, spans_of
+from penstock.testing.trainer.judge import Finding, Judge
+from penstock.testing.trainer.measure import measure, rerun, wrong_losses
+from penstock.testing.trainer.noise import Noise, Run, measure_noise
+from penstock.testing.trainer.reference import Flat, Sequence1, Vector
+from penstock.testing.trainer.samples import Options, Samples, uniform
+from penstock.testing.trainer.simulated import Columns, Simulator, spans_of
 
 _MASK = "loss_mask[t] is about token t, whose prediction stands at t - 1: shift logits, not the mask"
 
@@ -100,11 +100,7 @@ def _key(sample: Sample) -> bytes:
     ).key
 
 
-def check_itself(
-    run: Run,
-    flat: Callable[[], Flat],
-    options: Options,
-) -> tuple[list[Finding], Noise]:
+def check_itself(run: Run, flat: Callable[[], Flat], options: Options) -> tuple[list[Finding], Noise]:
     """Return what is wrong. `flat` returns how the runner writes gradients, once it has run."""
     vocabulary, tolerance, per = options.vocabulary, options.tolerance, options.per
     samples = Samples(uniform(vocabulary), options)
@@ -231,16 +227,8 @@ def _tokens(lab: _Lab) -> Iterator[Finding]:
 def _untrained(lab: _Lab, units: Units) -> Iterator[Finding]:
     """Look for tokens that have no gradient when they alone are trained."""
     zero, trained = [], 0
-    names = [
-        "down",
-        "turns",
-        "single",
-        "short",
-        "tools",
-        "long",
-        *(name for name in lab.made if name.startswith("id ")),
-    ]
-    for name in names:
+    ids = (name for name in lab.made if name.startswith("id "))
+    for name in ("down", "turns", "single", "short", "tools", "long", *ids):
         sample = lab.made[name]
         advantages = np.broadcast_to(sample["advantages"], sample.loss_mask.shape)
         for token in np.flatnonzero(sample.loss_mask & (advantages != 0)).tolist():

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.packing import MicroBatch, PackedStep
-from penstock.testing.trainer_reference import Passes, Sequence1, Vector
+from penstock.testing.trainer.reference import Passes, Sequence1, Vector
 
 Columns: TypeAlias = Mapping[str, NDArray[Any]]
 Per: TypeAlias = Literal["token", "sample"]

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from penstock.testing.trainer_reference import Vector
-from penstock.testing.trainer_simulated import Columns, Hypothesis, Mask, Row, Rows, spread
+from penstock.testing.trainer.reference import Vector
+from penstock.testing.trainer.simulated import Columns, Hypothesis, Mask, Row, Rows, spread
 
 Form: TypeAlias = Callable[[Vector, Vector, Mask], Vector]
 """advantages, ratios and mask of one sample -> coefficients"""
@@ -195,7 +195,7 @@ def _form(change: Form) -> Callable[[Columns, Vector, Vector], Vector]:
     return push
 
 
-def _kept(a: Vector, r: Vector, low: float, high: float) -> Mask:
+def _kept(a: Vector, r: Vector | float, low: float, high: float) -> Mask:
     kept: Mask = ~(((a > 0) & (r > 1 + high)) | ((a < 0) & (r < 1 - low)))
     return kept
 
@@ -284,6 +284,5 @@ def _sequence_level(a: Vector, r: Vector, m: Mask, low: float, high: float, over
     if not m.any():
         return a * 0
     ratio = float(np.exp(over(np.log(r[m]))))
-    kept = ~(((a > 0) & (ratio > 1 + high)) | ((a < 0) & (ratio < 1 - low)))
-    total = float((-a * ratio * kept)[m].sum())
+    total = float((-a * ratio * _kept(a, ratio, low, high))[m].sum())
     return np.full_like(a, total / (m.sum() if over is np.mean else 1.0))

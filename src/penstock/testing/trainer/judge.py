@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.arrays import Sample
-from penstock.testing.trainer_bugs import catalogue
-from penstock.testing.trainer_fits import Measured, fits
-from penstock.testing.trainer_reference import Reference, Vector, listed
-from penstock.testing.trainer_samples import STAGES
-from penstock.testing.trainer_simulated import Hypothesis, Simulator
+from penstock.testing.trainer.bugs import catalogue
+from penstock.testing.trainer.fits import Measured, fits
+from penstock.testing.trainer.reference import Reference, Vector, listed
+from penstock.testing.trainer.samples import STAGES
+from penstock.testing.trainer.simulated import Hypothesis, Simulator
 
 _ROUNDS = 3
 _PAIRS = 8

@@ -16,9 +16,9 @@ from typing import TypeAlias
 import numpy as np
 
 from penstock.packing import PackedStep
-from penstock.testing.trainer_judge import Finding
-from penstock.testing.trainer_reference import Vector, listed
-from penstock.testing.trainer_samples import Probe
+from penstock.testing.trainer.judge import Finding
+from penstock.testing.trainer.reference import Vector, listed
+from penstock.testing.trainer.samples import Probe
 
 Run: TypeAlias = Callable[[PackedStep], tuple[float, Vector]]
 _REPEATS = 4
@@ -28,15 +28,15 @@ _TOO_MUCH = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    level: float
-    """Relative deviation of the mean of `repeats` runs."""
-    findings: tuple[Finding, ...]
-    repeats: int
-    """How often every step is trained from here on."""
-    blocks: bool
-    """Whether nothing else can be judged."""
     first: Vector
     probe: Probe
+    level: float = 0.0
+    """Relative deviation of the mean of `repeats` runs."""
+    findings: tuple[Finding, ...] = ()
+    repeats: int = 1
+    """How often every step is trained from here on."""
+    blocks: bool = False
+    """Whether nothing else can be judged."""
 
     def later(self, run: Run, tolerance: float, before: Sequence[tuple[Probe, Vector]]) -> list[Finding]:
         """Train the first step and some others again: state that outlives a step shows, and what is random at times."""
@@ -54,24 +54,19 @@ def measure_noise(run: Run, probe: Probe, tolerance: float, expected: Vector | N
     runs = [run(probe.step)[1] for _ in range(_REPEATS)]
     first, size = runs[0], max(_length(runs[0]), 1e-300)
     if not all(np.isfinite(one).all() for one in runs):
-        return Noise(level=0.0, findings=(), repeats=1, blocks=False, first=first, probe=probe)
+        return Noise(first=first, probe=probe)
     gaps = [_length(one - first) / size for one in runs[1:]]
     if max(gaps) <= min(1e-5, tolerance / 10):
-        return Noise(level=0.0, findings=(), repeats=1, blocks=False, first=first, probe=probe)
+        return Noise(first=first, probe=probe)
     runs += [run(probe.step)[1] for _ in range(_REPEATS)]
     finding, blocks = _classified(runs, expected)
     spread = float(np.sqrt(np.mean([_length(one - np.mean(runs, axis=0)) ** 2 for one in runs]) * 8 / 7)) / size
     if not blocks and spread <= tolerance / 5:  # the order of additions on a GPU
-        return Noise(level=spread, findings=(), repeats=1, blocks=False, first=first, probe=probe)
-    repeats = 1 if blocks or spread > _TOO_MUCH else 8
-    return Noise(
-        level=spread / repeats**0.5,
-        findings=(finding,),
-        repeats=repeats,
-        blocks=blocks or spread > _TOO_MUCH,
-        first=first,
-        probe=probe,
-    )
+        return Noise(first=first, probe=probe, level=spread)
+    blocks = blocks or spread > _TOO_MUCH
+    repeats = 1 if blocks else 8
+    level = spread / repeats**0.5
+    return Noise(first=first, probe=probe, level=level, findings=(finding,), repeats=repeats, blocks=blocks)
 
 
 def _classified(runs: Sequence[Vector], expected: Vector | None) -> tuple[Finding, bool]:
