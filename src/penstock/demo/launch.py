@@ -28,7 +28,7 @@ from penstock.demo.tasks import write_tokenizer
 from penstock.errors import PenstockError
 from penstock.protocol import Timeouts
 from penstock.train import TrainConfig, template
-from penstock.view import at_work
+from penstock.view import at_work, note_death
 
 _LOOK_S = 0.2
 _MOST_FAILURES = 3
@@ -61,6 +61,17 @@ class Progress:
     seconds: float
     doing: str = ""
     """What the launcher is doing while there is no plane yet."""
+
+
+def _how_ended(name: str, code: int | None) -> str:
+    """Say how a process died.
+
+    >>> _how_ended("worker-0", -9), _how_ended("rank-1", 3)
+    ('worker-0 was killed (SIGKILL)', 'rank-1 ended with code 3')
+    """
+    if code is not None and code < 0:
+        return f"{name} was killed ({next((s.name for s in signal.Signals if s == -code), f'signal {-code}')})"
+    return f"{name} ended with code {code}"
 
 
 class RunFailed(PenstockError):
@@ -161,6 +172,7 @@ class Launcher:
         """Restart what died."""
         dead = [name for name, process in self._processes.items() if process.exitcode not in (None, 0)]
         for name in dead:
+            note_death(self.folder, step=self._trained + 1, what=_how_ended(name, self._processes[name].exitcode))
             self._count_failure(name)
             if not name.startswith("rank"):
                 self._start(name)

@@ -37,20 +37,24 @@ class StepIndex:
     ids: list[NDArray[np.int64]]
     """All token ids of each sample."""
     skipped: Skipped
+    rule: dict[str, Any] | None = None
+    """How the tokens of the first record with a rule were masked."""
 
     @staticmethod
     def of(step: Step) -> StepIndex:
         rows: list[dict[str, Any]] = []
         lines: list[ReadLine] = []
         ids: list[NDArray[np.int64]] = []
-        tally, tokens, skipped = Tally(), StepTokens(), Skipped()
+        tally, tokens, skipped, rule = Tally(), StepTokens(), Skipped(), None
         for line, record in step.lines(skipped):
             tally.add(record)
             tokens.add(record)
             rows.append({"index": len(rows), **describe(record)})
             ids.append(record.columns["token_ids"])
             lines.append(line)
-        return StepIndex(rows=rows, lines=lines, summary=tally.as_dict(), tokens=tokens, ids=ids, skipped=skipped)
+            rule = rule or record.fields.get("rule")
+        parts = {"rows": rows, "lines": lines, "tokens": tokens, "ids": ids, "skipped": skipped, "rule": rule}
+        return StepIndex(summary=tally.as_dict(), **parts)
 
     def line(self, index: int) -> bytes:
         """Return a record as one line of strict JSON."""

@@ -25,8 +25,9 @@ MAX_BYTES = 256 << 20
 
 def write_page(path: Path, library: Library, *, run: str | None, step: int | None, sample: int | None) -> int:
     """Write the page and return its size in bytes."""
+    if not path.parent.is_dir():
+        raise InvalidInput(f"{path}: there is no folder {path.parent}; make it first, or choose another")
     text = make_page(library, run=run, step=step, sample=sample)
-    path.parent.mkdir(parents=True, exist_ok=True)
     return path.write_bytes(text)
 
 

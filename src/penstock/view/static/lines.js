@@ -1,7 +1,7 @@
 // Lines over steps with axes: ticks, a cursor shared by all charts of the page, a range to look at more closely.
 "use strict";
 {
-  const LEFT = 46;
+  const LEFT = 52;
   const RIGHT = 10;
   const TOP = 8;
   const BOTTOM = 20;

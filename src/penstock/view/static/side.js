@@ -186,6 +186,7 @@
       transform: log,
       format: ps.power,
       marks: ps.edgesOf(rule, thresholds).map((edge) => 10 ** edge),
+      centre: 1,
       label: "ratio",
     });
     ps.histogram(parts.kl, c.mismatch_kl || [], {

@@ -116,9 +116,10 @@
       redraw();
       recount(counts);
     };
+    const own = ps.ruleOf(found.rule);
     const choose = (name) => {
       rule = name;
-      thresholds = { ...ps.rules[name].inputs };
+      thresholds = ps.thresholdsOf({ fields: found }, name);
       about.textContent = "Masks a trained token " + ps.rules[name].about + ".";
       inputs.replaceChildren(...ps.thresholdBoxes(thresholds, changed, "step-threshold-"));
       changed();
@@ -127,7 +128,7 @@
       "step-rule",
       "Rule",
       Object.entries(ps.rules).map(([name, one]) => [name, one.label]),
-      rule || "dppo",
+      rule || own,
       choose,
     );
     const element = ps.panel(
@@ -138,7 +139,7 @@
       about,
       counts,
     );
-    return [element, () => choose(rule || "dppo")];
+    return [element, () => choose(rule || own)];
   }
 
   // ---------------------------------------------------------------- the page
@@ -156,6 +157,7 @@
       height: 130,
       format: ps.power,
       marks: ps.edgesOf(rule, thresholds),
+      centre: 0,
       label: "ratio of all trained tokens",
     });
     ps.bars(drawn.kl, histograms.mismatch_kl || none, {
