@@ -36,6 +36,7 @@ _LAST_LINES = 3
 _GLANCE = Timeouts(plane_s=3.0)
 """A short deadline: a plane that does not answer is asked again, and dead processes must not wait for it."""
 _LOADING = "starting: torch and the model are loaded once, for all processes; this takes seconds"
+_OVER = "nothing: the run is over"
 _SHOWN_ROWS = 100
 """Number of recent steps whose full metrics are kept, for the screen."""
 
@@ -60,7 +61,7 @@ class Progress:
     kills: dict[str, int]
     seconds: float
     doing: str = ""
-    """What the launcher is doing while there is no plane yet."""
+    """What the launcher is doing while there is no plane, before the run and after it."""
 
 
 def _how_ended(name: str, code: int | None) -> str:
@@ -126,17 +127,18 @@ class Launcher:
                 self._status = plane.status()
                 self._lines.note(self._status)
             (self.folder / "status.json").write_text(json.dumps(self._status))
+            show(self._progress(time.monotonic() - began, doing=_OVER))
         finally:
             self._stop("")
         return self._status
 
-    def _progress(self, seconds: float) -> Progress:
+    def _progress(self, seconds: float, doing: str = "") -> Progress:
         rows = self._metrics.read()
         if rows and int(rows[-1]["step"]) > self._trained:
             self._trained = int(rows[-1]["step"])
             self._failures.clear()
         kills = dict(self.chaos.kills) if self.chaos else {}
-        return Progress(rows=rows, status=self._status, kills=kills, seconds=seconds)
+        return Progress(rows=rows, status=self._status, kills=kills, seconds=seconds, doing=doing)
 
     # -------------------------------------------------------------- processes
 

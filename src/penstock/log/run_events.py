@@ -19,6 +19,7 @@ from penstock.log.pids import pid_space
 
 EVENTS = "events"
 """The name of the value that holds them."""
+_MAX_REASON = 200
 _MOST = 1000
 """Events kept: the newest. A plane that is restarted every minute by a supervisor must not fill its log with them."""
 
@@ -36,7 +37,9 @@ class RunEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     was: int = 0
     """trainer: the step that would have come next without it. Larger than `step` after a rewind."""
     is_lost: bool = False
-    """start: the plane before did not close its log. trainer: a rank of the session before never left it."""
+    """start: the plane before did not close its log."""
+    after: str = ""
+    """trainer: why the session before failed; empty if its processes left it, or there was none."""
     pid: int = 0
     host: str = ""
     space: str = ""
@@ -74,9 +77,9 @@ def ended(log: LogReader, *, step: int, epoch: int) -> str:
     return _with(run_events_of(log), RunEvent(kind="end", at=time.time(), step=step, epoch=epoch))
 
 
-def trainer_joined(log: LogReader, *, step: int, was: int, is_lost: bool, epoch: int) -> str:
+def trainer_joined(log: LogReader, *, step: int, was: int, after: str, epoch: int) -> str:
     """Return the events with a trainer that begins a session at `step`."""
-    event = RunEvent(kind="trainer", at=time.time(), step=step, was=was, is_lost=is_lost, epoch=epoch)
+    event = RunEvent(kind="trainer", at=time.time(), step=step, was=was, after=after[:_MAX_REASON], epoch=epoch)
     return _with(run_events_of(log), event)
 
 

@@ -52,7 +52,7 @@ from penstock.plane.acceptance import Acceptance
 from penstock.plane.ledger import Ledger
 from penstock.plane.priorities import report
 from penstock.plane.recorder import Recorder, ends_plane
-from penstock.plane.remembered import check_settings, damage_named, lost_ranks, note_seq_len
+from penstock.plane.remembered import check_settings, damage_named, note_seq_len
 from penstock.plane.segments import Outside, Segments
 from penstock.plane.settings import PlaneSettings, Target
 from penstock.plane.state import PlaneState, odd_groups
@@ -424,8 +424,9 @@ class Engine:
         if priorities:
             report(self.recorder, priorities, step)
 
-    def resume(self, session: int, step: int) -> str:
-        """Begin a session at `step`. Earlier steps count as trained, later ones are served again.
+    def resume(self, session: int, step: int, after: str = "") -> str:
+        """Begin a session at `step`. Earlier steps count as trained, later ones are served again. `after` says why the
+        session before failed.
 
         Returns a note if that rewinds or skips steps, or "". A commit does not wait for its answer, so a checkpoint may
         be ahead of the log: it is believed up to one above the last step that all ranks had. Steps planned before this
@@ -445,9 +446,7 @@ class Engine:
             )
         first = self.next_step
         forget = [ForgetReports(first=step)] if self.state.reports.has_from(step) else []
-        events = trainer_joined(
-            self.log, step=step, was=first, is_lost=lost_ranks(self.settings, self.log), epoch=self.log.epoch
-        )
+        events = trainer_joined(self.log, step=step, was=first, after=after, epoch=self.log.epoch)
         self._begin_at(step, {"session": session, "next_step": step, EVENTS: events}, forget, resend=True)
         self.maybe_trained = step - 1
         if step < first:

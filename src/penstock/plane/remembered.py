@@ -135,12 +135,6 @@ def members_left(settings: PlaneSettings, log: Log) -> dict[tuple[int, int], int
     return found
 
 
-def lost_ranks(settings: PlaneSettings, log: Log) -> bool:
-    """Return whether a rank of the session in the log never left it: its process was killed, or it crashed."""
-    session = log.meta("session", 0)
-    return session > 0 and len(log.texts(f"left {session} ")) < settings.packing.ranks * settings.replicas
-
-
 def left_name(session: int, rank: int, replica: int) -> str:
     return f"left {session} {rank} {replica}"
 

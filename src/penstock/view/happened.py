@@ -159,13 +159,15 @@ def of_processes(moments: Sequence[RunEvent]) -> Iterator[Event]:
 
 
 def _of_trainer(one: RunEvent) -> Event:
-    how = "a rank was lost, and the trainer joined again" if one.is_lost else "the trainer joined again"
-    kind = "kill" if one.is_lost else "restart"
+    kind, how = "restart", "the trainer joined again"
     if one.was > one.step:
         kind, how = "rewind", f"{how} at step {one.step}: steps {one.step} to {one.was - 1} were trained again"
     elif one.was < one.step:
         how = f"{how} at step {one.step}: steps {one.was} to {one.step - 1} count as trained"
-    return Event(kind=kind, step=one.step, at=one.at, text=how)
+    elif one.after:
+        kind = "kill"
+    why = f" after {one.after}" if one.after else ""
+    return Event(kind=kind, step=one.step, at=one.at, text=how + why)
 
 
 def plane_state(moments: Sequence[RunEvent], is_open: bool | None, accepted: float) -> RunState | None:

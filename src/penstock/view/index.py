@@ -19,7 +19,7 @@ from penstock.view.masking_rules import disagreement
 from penstock.view.reader import ReadLine, Step
 from penstock.view.record import OF_SAMPLE, Record, Skipped
 from penstock.view.step_tokens import StepTokens
-from penstock.view.tallies import Tally, reward_of
+from penstock.view.tallies import Tally, reward_of, trains
 
 _IDS = re.compile(r"\d{1,10}(?:[\s,]+\d{1,10})*")
 
@@ -85,16 +85,6 @@ def describe(record: Record) -> dict[str, Any]:
         "disagreement": disagreement(record),
         "images": len(fields.get("images") or ()),
     }
-
-
-def trains(record: Record) -> bool:
-    """Return whether a record contributes a gradient. An RL sample without an advantage does not."""
-    advantages, mask = record.columns.get("advantages"), record.columns["loss_mask"]
-    if not mask.any():
-        return False
-    if record.fields.get("training_mode") != "rl" or advantages is None:
-        return True
-    return bool(np.any(advantages[mask] != 0))
 
 
 def _finite(values: Any, mask: Any) -> Any:

@@ -113,9 +113,11 @@ class Library:
     def events(self, export: str, run: str) -> list[Event]:
         """Return what happened to a run, by step."""
         self._check_run(export, run)
-        noted, died = self._noted(export, run).events, deaths_of(self.home(export, run))
+        noted, died = list(self._noted(export, run).events), deaths_of(self.home(export, run))
         if not noted and not died and not self._export(export).is_plane:
             return list(of_exports(self.points(export, run)["steps"]))
+        if died:  # the launcher counts the kills: what the log says of them is that the process was started again
+            noted = [msgspec.structs.replace(one, kind="restart") if one.kind == "kill" else one for one in noted]
         return sorted((*noted, *died), key=lambda event: (event.step, event.at or 0))
 
     def _steps(self, export: str, run: str, after: int = -1) -> list[Step]:
@@ -395,6 +397,7 @@ def run_point(step: Step) -> dict[str, Any]:
         "waste": 1 - packed / computed if computed else None,
         "tokens_per_s": packed / seconds if seconds else None,
         "masked_fraction": summary["masked_fraction"].get("is_masked"),
+        "idle": None if summary["idle"] is None or not summary["records"] else summary["idle"] / summary["records"],
         **{name: summary[name] for name in ("reward", "mismatch_kl", "entropy", "loss", "staleness", "length")},
         "metrics": {name: value for mark in marks for name, value in mark.metrics.items()},
         "attempt": marks[0].attempt if marks else "",

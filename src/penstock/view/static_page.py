@@ -82,7 +82,11 @@ def _collect(library: Library, name: str, run: str, number: int, sample: int | N
         "parting": None,
         "start": start,
     }
-    answers[f"run?{urlencode({'export': name, 'run': run})}"] = library.run(name, run)
+    of_run = urlencode({"export": name, "run": run})
+    answers[f"run?{of_run}"] = library.run(name, run)
+    if sample is None:
+        answers[f"history?{of_run}"] = library.history(name, run)
+        answers[f"dropped?{of_run}"] = library.dropped(name, run)
     return {"answers": answers, "images": {digest: uri for digest in hashes if (uri := _inline(library, digest))}}
 
 

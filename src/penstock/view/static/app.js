@@ -192,7 +192,7 @@
         .filter((run) => run.run !== "(evaluation)" && !(one.name === at.export && run.run === at.run))
         .map((run) => ({
           key: one.name + "/" + run.run,
-          name: (overview.exports.length > 1 ? one.name + " " : "") + (run.run || one.folder),
+          name: overview.exports.length > 1 ? [one.name, run.run].filter(Boolean).join(" ") : run.run || one.folder,
           at: { export: one.name, run: run.run },
         })),
     );

@@ -106,6 +106,7 @@
         ["generated", "gen/completion_length"],
       ],
     ],
+    ["Trains nothing", "share of the step's samples: no advantage", [["share", "@idle"]]],
     ["Truncated rollouts", "share of samples put before the step", [["truncated", "gen/truncated"]]],
     ["Seconds of a rollout", "mean of samples put before the step", [["seconds", "gen/seconds"]]],
     ["Generated samples", "put between two steps", [["samples", "gen/samples"]]],
@@ -206,6 +207,7 @@
   };
 
   const RECENT = 20;
+  const tenths = (share) => ps.number(Math.round(share * 1000) / 10) + " %";
   const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 
   // One sentence on how the run is doing, from its last steps; empty where nothing is known.
@@ -226,10 +228,12 @@
     const compute = values("Wait against compute", "computing").slice(-RECENT);
     if (wait.length && compute.length) {
       const share = mean(wait) / (mean(wait) + mean(compute) || 1);
-      parts.push(`the trainer waits ${ps.percent(share, 1)} of the time`);
+      parts.push(`the trainer waits ${tenths(share)} of the time`);
     }
     const stale = values("Staleness", "mean").slice(-RECENT);
     if (stale.length) parts.push(`samples are ${ps.number(mean(stale))} policy versions old`);
+    const idle = values("Trains nothing", "share").slice(-RECENT);
+    if (idle.length) parts.push(`${tenths(mean(idle))} of them have no advantage and train nothing`);
     const kl = values("Mismatch KL", "mismatch KL");
     if (kl.length > 2 * RECENT) {
       const [before, now] = [mean(kl.slice(0, RECENT)), mean(kl.slice(-RECENT))];

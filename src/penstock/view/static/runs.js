@@ -32,13 +32,13 @@
       cell(ps.number(run.step)),
       cell(ps.number(run.reward)),
       cell(ps.spark(run.curve, "rewards of the last steps of " + run.name), true),
-      cell(ps.number(run.events)),
-      cell(took === null ? "–" : ps.duration(took)),
       cell(run.last === null ? "–" : ps.ago(run.last)),
+      cell(took === null ? "–" : ps.duration(took)),
+      cell(ps.number(run.events)),
     );
   }
 
-  const NAMES = ["", "run", "state", "last step", "reward now", "last steps", "events", "ran for", "last change"];
+  const NAMES = ["", "run", "state", "last step", "reward now", "last steps", "last change", "ran for", "events"];
   const LEFT = new Set([1, 2, 5]);
 
   // Show the table; `open` is called with a run, and with the keys of others to draw together with it.
