@@ -71,7 +71,7 @@ def test_a_killed_plane_a_rewind_and_a_closed_plane_are_seen_in_both_databases(
         now = read(folder)
         assert now.state is not None and now.state.state == "running" and now.state.began == noted.state.began
         rewound, killed = now.events
-        assert (rewound.kind, rewound.step) == ("rewind", 2) and "steps 2 to 2 were trained again" in rewound.text
+        assert (rewound.kind, rewound.step) == ("rewind", 2) and "step 2 was trained again" in rewound.text
         assert rewound.at is not None and killed.at is not None and rewound.at > killed.at
         assert (killed.kind, killed.step) == ("kill", 3) and "started again (epoch 2)" in killed.text
     closed = read(folder)

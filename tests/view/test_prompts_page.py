@@ -44,7 +44,7 @@ def test_a_run_without_exports_shows_curves_prompts_and_tokens(page: Any, tmp_pa
         page.wait_for_selector(".over-steps")
         assert page.text_content("#page h1") == "Prompt prompt 3"
         titles = page.eval_on_selector_all(".curves h2", "all => all.map(one => one.textContent)")
-        assert titles == ["Reward", "Length", "Truncated", "Without a reward", "Groups"]
+        assert titles == ["Reward", "Length", "Truncated", "Groups"]
         assert page.locator("#over-steps tbody tr").count() == 2
         keep_pictures(page, ARTIFACTS, "prompt")
         page.go_back()

@@ -161,13 +161,22 @@ def of_processes(moments: Sequence[RunEvent]) -> Iterator[Event]:
 def _of_trainer(one: RunEvent) -> Event:
     kind, how = "restart", "the trainer joined again"
     if one.was > one.step:
-        kind, how = "rewind", f"{how} at step {one.step}: steps {one.step} to {one.was - 1} were trained again"
+        kind, how = "rewind", f"{how} at step {one.step}: {_steps(one.step, one.was)} trained again"
     elif one.was < one.step:
-        how = f"{how} at step {one.step}: steps {one.was} to {one.step - 1} count as trained"
+        how = f"{how} at step {one.step}: {_steps(one.was, one.step)} taken for trained"
     elif one.after:
         kind = "kill"
     why = f" after {one.after}" if one.after else ""
     return Event(kind=kind, step=one.step, at=one.at, text=how + why)
+
+
+def _steps(first: int, end: int) -> str:
+    """Name the steps before `end`, with their verb.
+
+    >>> _steps(4, 5), _steps(4, 7)
+    ('step 4 was', 'steps 4 to 6 were')
+    """
+    return f"step {first} was" if end - first == 1 else f"steps {first} to {end - 1} were"
 
 
 def plane_state(moments: Sequence[RunEvent], is_open: bool | None, accepted: float) -> RunState | None:

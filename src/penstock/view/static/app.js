@@ -391,7 +391,7 @@
     cancelAnimationFrame(resizing);
     resizing = requestAnimationFrame(() => {
       if (at.page === "run") return void ps.runPage.redraw();
-      if (at.page === "step" || at.page === "prompts") return void showPage();
+      if (["step", "prompts", "runs"].includes(at.page)) return void showPage();
       if (at.page !== "samples") return;
       ps.list.redraw();
       ps.tokens.resize();

@@ -132,7 +132,7 @@
     ["Trained tokens", "of the step", [["tokens", "train/loss_tokens", "@loss_tokens"]]],
   ];
   const PACKED = ["tokens", "loss_tokens", "samples"].flatMap((name) => [`pack/local_${name}`, `pack/total_${name}`]);
-  const USED = new Set(["step", "perf/step_s", "perf/padding_tokens", "perf/tokens", ...PACKED]);
+  const USED = new Set(["step", "pack/local_max_micro_batch_tokens", "perf/step_s", "perf/padding_tokens", "perf/tokens", ...PACKED]);
 
   const numbers = (list) => list.map((value) => (value === null || value === undefined ? NaN : value));
 

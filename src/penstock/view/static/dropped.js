@@ -13,7 +13,7 @@
 
   // Mean lengths by what became of samples: a bias shows where trained ones differ from those that came in.
   function lengths(found) {
-    const of = (name) => (found[name] === undefined ? null : Math.round(found[name]));
+    const of = (name) => (found[name] === undefined ? null : Number(found[name].toPrecision(3)));
     if (of("accepted") === null) return null;
     const others = ["committed", "dropped", "quarantined"]
       .filter((name) => of(name) !== null)
@@ -126,7 +126,7 @@
       reasons(found.ledger, found.lengths),
       ps.el(
         "div",
-        { class: "controls tools" },
+        { class: "controls tools", hidden: !found.groups.length },
         ps.el("label", {}, "reason", box),
         ps.el("span", { class: "dim" }, "the last " + ps.number(found.groups.length) + " groups, newest first"),
       ),

@@ -147,7 +147,7 @@
   ps.overSteps = function (element, found, kind, name, open) {
     const numbers = (key) => found[key].map((number) => (number === null ? NaN : number));
     const charts = CHARTS.map(([title, note, key, format]) => [title, note, numbers(key), format])
-      .filter(([, , ys]) => ys.some(Number.isFinite))
+      .filter(([title, , ys]) => ys.some(title === "Without a reward" ? Boolean : Number.isFinite))
       .map(([title, note, ys, format]) => panel(title, note, found.steps, ys, format, open));
     const unused = Object.entries(found.unused);
     const lost = unused.reduce((sum, [, count]) => sum + count, 0);

@@ -85,7 +85,7 @@
       if (!many) return ps.el("span", { class: "key" }, value);
       const dot = ps.el("i", {});
       dot.style.background = colours[line.colour % colours.length];
-      const alone = chart.lines.length <= shown.length; // one line of each run
+      const alone = new Set(chart.lines.map((other) => other.run)).size === chart.lines.length;
       const name = shown.length < 2 ? line.label : line.run + (alone ? "" : " " + line.label);
       return ps.el("span", { class: "key" }, dot, ps.visible(name), value);
     });

@@ -189,18 +189,20 @@
             "Ranks down, micro-steps across. Blocks are samples, hatching is padding, the empty rest is waiting. Click a micro-batch for its samples.",
             drawn.grid,
           )
-        : ps.panel("Packed grid", "This export has no markers, so how it was packed is not known."),
-      ps.el(
-        "div",
-        { class: "two" },
-        ps.el(
-          "div",
-          {},
-          ps.panel("Ratio", "all trained tokens, by powers of ten", drawn.ratio),
-          ps.panel("Mismatch KL", "all trained tokens, by powers of ten", drawn.kl),
-        ),
-        tried,
-      ),
+        : ps.panel("Packed grid", "How this step was packed is not recorded: it comes with a rank's export."),
+      Object.keys(found.histograms).length
+        ? ps.el(
+            "div",
+            { class: "two" },
+            ps.el(
+              "div",
+              {},
+              ps.panel("Ratio", "all trained tokens, by powers of ten", drawn.ratio),
+              ps.panel("Mismatch KL", "all trained tokens, by powers of ten", drawn.kl),
+            ),
+            tried,
+          )
+        : ps.notExported(),
       ps.el(
         "div",
         { class: "two" },
