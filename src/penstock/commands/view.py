@@ -117,7 +117,7 @@ def open_library(folders: dict[str, Path], args: argparse.Namespace, of: Path | 
     """Open the exports in these folders, with texts and images if they can be found. `of` is a folder of runs, each
     with its own tokenizer and images."""
     exports = {name: Export(folder, awaited=is_run_folder(folder)) for name, folder in folders.items()}
-    homes = [export.folder for export in exports.values()] + [of] * (of is not None)
+    homes = [*(export.folder for export in exports.values()), *([] if of is None else [of])]
     tokenizer = args.tokenizer or next((home for home in homes if (home / "tokenizer.json").is_file()), None)
     assets = args.assets or next((home / "assets" for home in homes if (home / "assets" / "images").is_dir()), None)
     images = None

@@ -53,8 +53,15 @@ class StepIndex:
             ids.append(record.columns["token_ids"])
             lines.append(line)
             rule = rule or record.fields.get("rule")
-        parts = {"rows": rows, "lines": lines, "tokens": tokens, "ids": ids, "skipped": skipped, "rule": rule}
-        return StepIndex(summary=tally.as_dict(), **parts)
+        return StepIndex(
+            rows=rows,
+            lines=lines,
+            summary=tally.as_dict(),
+            tokens=tokens,
+            ids=ids,
+            skipped=skipped,
+            rule=rule,
+        )
 
     def line(self, index: int) -> bytes:
         """Return a record as one line of strict JSON."""
