@@ -97,8 +97,9 @@ SEE = "- [A recorded run](recorded-run.md): the viewer, to click through\n\n"
 REFERENCE = "- [API](api/index.md): from the docstrings\n- [Help of every command](commands.md)\n"
 RECORDED = """# A recorded run
 
-This is the page of one step of `penstock demo`, as `penstock view RUN --html FILE` writes it: one file, without
-a server. Click a sample, then a token. `penstock view runs/demo` opens the same page for all steps of a run of yours.
+This is the page of one step of `penstock demo --chaos`, as `penstock view RUN --html FILE` writes it: one file, without
+a server. Click a sample, then a token. The Run page has the curves, with marks where a process was killed.
+`penstock view runs/demo` opens the same page for all steps of a run of yours.
 
 <iframe class="run" src="_static/demo-run.html" title="the viewer, with a recorded step of a demo run"></iframe>
 

@@ -82,6 +82,8 @@ def test_a_run_says_that_it_runs_and_how_it_ended(tmp_path: Path) -> None:
             raise error
         found = state_of(tmp_path)
         assert found is not None and found.state == word
+        assert found.earlier_s == done.seconds and found.seconds >= done.seconds, "starts add up"
+        done = found
 
 
 def test_a_run_whose_process_was_killed_is_gone(tmp_path: Path) -> None:

@@ -173,4 +173,6 @@ def test_the_recorded_run_of_the_site_opens_with_todays_viewer(page: Any, tmp_pa
     for name, wait in (("step", "#step-counts table"), ("prompts", "#prompts"), ("dropped", ".cards")):
         page.click(f"#tab-{name}")
         page.wait_for_selector(wait)
+        if name == "step":
+            assert page.input_value("#step-rule") == "ppo", "the rule of the run"
     assert page.errors == []

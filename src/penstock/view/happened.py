@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import CorruptFile, LogAway
+from penstock.errors import Conflict, CorruptFile, LogAway
 from penstock.log import (
     EvictTenant,
     LogReader,
@@ -83,6 +83,8 @@ class PlaneNotes:
     folder: Path
     _decided: list[Event] = field(default_factory=list)
     _after: int = 0
+    """The last record that was read."""
+    _said: str = ""
 
     def read(self) -> Noted:
         """Return what the log says now; nothing without a plane or while its log cannot be read."""
@@ -95,17 +97,21 @@ class PlaneNotes:
                 self._read_decisions(log)
                 last = _last_trained(log)
                 state = plane_state(moments, log.is_open(), _last_accepted(log))
-        except (CorruptFile, LogAway) as error:
-            logger.warning("events are not shown: %s", error)
+        except (Conflict, CorruptFile, LogAway) as error:
+            if str(error) != self._said:  # a page looks twice a second
+                self._said = str(error)
+                logger.warning("events are not shown: %s", error)
             return Noted(tuple(self._decided))
         found = sorted((*self._decided, *of_processes(moments)), key=lambda event: (event.step, event.at or 0))
         return Noted(tuple(found), state, last)
 
     def _read_decisions(self, log: LogReader) -> None:
-        newest = log.last_op
+        row = log.first("SELECT MAX(op) FROM records")
+        newest = 0 if row is None else row[0] or 0
         if newest < self._after:  # the log was restored from a copy
             self._decided, self._after = [], 0
-        found = [(op, one) for op, record in log.records(after=self._after) if (one := _decision(record)) is not None]
+        records = log.records(after=self._after)
+        found = [(op, one) for op, record in records if (one := _decision(record)) is not None]
         self._after = newest
         if found:
             steps = sorted((op, step) for step, op in log.rows("SELECT step, op FROM steps"))
