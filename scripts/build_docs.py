@@ -14,6 +14,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from posixpath import relpath
@@ -66,7 +68,7 @@ def stage(staged: Path) -> None:
     shutil.copy(DOCS / "site" / "conf.py", staged / "conf.py")
     (staged / "_static").mkdir(exist_ok=True)
     shutil.copy(DOCS / "site" / "site.css", staged / "_static")
-    shutil.copy(DOCS / "site" / "demo-run.html", staged / "_static")
+    recorded_run(staged / "_static" / "demo-run.html")
     write(staged / "recorded-run.md", RECORDED)
     write(staged / "commands.md", commands())
     for name, text in api():
@@ -78,12 +80,26 @@ def stage(staged: Path) -> None:
         page.write_text(with_navigation(page.read_text()))
 
 
+def recorded_run(page: Path) -> None:
+    """Write the page of the recorded run, with the viewer as it is now. `scripts/record_run.py` records one."""
+    sys.path.insert(0, str(ROOT / "src"))
+    from penstock.view import Export, Library, open_vocabulary, write_page
+
+    with tempfile.TemporaryDirectory() as temporary:
+        with tarfile.open(DOCS / "site" / "demo-run.tar.xz") as tar:
+            tar.extractall(temporary, filter="data")
+        run = Path(temporary) / "demo"
+        library = Library(exports={"demo": Export(run)}, vocabulary=open_vocabulary(run))
+        write_page(page, library, run="", step=None, sample=None)
+
+
 SEE = "- [A recorded run](recorded-run.md): the viewer, to click through\n\n"
 REFERENCE = "- [API](api/index.md): from the docstrings\n- [Help of every command](commands.md)\n"
 RECORDED = """# A recorded run
 
-This is the page of one step of `penstock demo`, as `penstock view RUN --html FILE` writes it: one file, without
-a server. Click a sample, then a token. `penstock view runs/demo` opens the same page for all steps of a run of yours.
+This is the page of one step of `penstock demo --chaos`, as `penstock view RUN --html FILE` writes it: one file, without
+a server. Click a sample, then a token. The Run page has the curves, with marks where a process was killed.
+`penstock view runs/demo` opens the same page for all steps of a run of yours.
 
 <iframe class="run" src="_static/demo-run.html" title="the viewer, with a recorded step of a demo run"></iframe>
 

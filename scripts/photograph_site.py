@@ -23,7 +23,7 @@ def main() -> None:
     ARTIFACTS.mkdir(exist_ok=True)
     for width in SIZES:
         with browsing(width=width, height=900) as page:
-            for name in ("index", "how-to/grpo", "api/train", "settings"):
+            for name in ("index", "how-to/grpo", "viewer", "api/train", "settings"):
                 page.goto(f"{site}/{name}.html")
                 page.screenshot(path=str(ARTIFACTS / f"site-{name.replace('/', '-')}-{width}.png"))
                 wide = page.evaluate("document.documentElement.scrollWidth")
@@ -35,6 +35,9 @@ def main() -> None:
             run = page.frame_locator("iframe.run")
             run.locator(".cursor").first.wait_for()
             page.screenshot(path=str(ARTIFACTS / f"site-run-{width}.png"))
+            run.locator("#tab-run").click()
+            run.locator(".event").first.wait_for()
+            page.screenshot(path=str(ARTIFACTS / f"site-run-curves-{width}.png"))
             assert not page.errors, page.errors
     print(f"photographs in {ARTIFACTS}")
 

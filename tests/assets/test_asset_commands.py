@@ -78,3 +78,13 @@ def test_worker_processes_get_one_thread_and_the_parent_keeps_its_own() -> None:
     assert environment["MALLOC_ARENA_MAX"] == "2"
     assert environment["PATH"] == before["PATH"]
     assert dict(os.environ) == before
+
+
+def test_commands_take_the_folder_of_the_run(
+    tmp_path: Path, picture: Picture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = AssetStore(tmp_path / "run" / "assets", run="demo").put(picture(1))
+    for folder in (tmp_path / "run", tmp_path / "run" / "assets"):
+        assert main(["assets", "list", str(folder)]) == 0
+        out = capsys.readouterr().out
+        assert kept.hash in out and "1 images" in out

@@ -61,7 +61,7 @@ def test_the_page_of_a_run_is_there_before_its_first_file(tmp_path: Path) -> Non
         connection.request("GET", "/api/overview", headers={"Cookie": f"{cookie_name(token)}={token}"})
         (run,) = json.loads(connection.getresponse().read())["exports"][0]["runs"]
         connection.close()
-    assert run == {"run": "", "steps": [], "state": None}
+    assert run == {"run": "", "steps": [], "state": None, "events": 0, "last": None}
     with pytest.raises(ConnectionRefusedError):
         HTTPConnection("127.0.0.1", port, timeout=5).connect()
 

@@ -100,7 +100,7 @@ def test_steps_without_rewards_can_be_shown(capsys: pytest.CaptureFixture[str]) 
     assert "reward" in str(page(progress).renderable.columns[0]._cells)
     with screen("penstock demo", quiet=False) as show:
         show(progress)
-    assert "step   29  reward 0.000" in capsys.readouterr().out
+    assert "step   29  reward -  staleness" in capsys.readouterr().out
 
 
 def test_numbers_that_are_none_are_dashes_on_the_page_and_in_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,6 +112,11 @@ def test_numbers_that_are_none_are_dashes_on_the_page_and_in_the_lines(capsys: p
     with screen("penstock demo", quiet=False) as show:
         show(progress)
     assert "staleness -  5 tokens/s  padding -" in capsys.readouterr().out
+
+
+def test_nothing_is_known_before_the_first_step_and_the_page_says_no_zeros() -> None:
+    cells = str(page(Progress(rows=[], status={}, kills={}, seconds=0.0)).renderable.columns[1]._cells)
+    assert "0.000" not in cells and "accepted 0" not in cells and "- groups held" in cells
 
 
 def test_every_life_of_a_worker_has_a_name_of_its_own_made_of_the_seed(tmp_path: Path) -> None:

@@ -96,7 +96,9 @@ def test_they_stand_beside_the_exports_of_a_run_and_are_not_chosen_instead(
 
 def test_the_viewer_lists_opens_and_draws_them(folder: Path) -> None:
     library = Library(exports={"run": Export(folder)})
-    assert library.overview()["exports"][0]["runs"] == [{"run": EVALUATION, "steps": [3, 7], "state": None}]
+    assert library.overview()["exports"][0]["runs"] == [
+        {"run": EVALUATION, "steps": [3, 7], "state": None, "events": 0, "last": None}
+    ]
     step = library.step("run", EVALUATION, 3)
     assert [row["reward"] for row in step["samples"]] == [1.0, 0.0, 0.0]
     assert (step["grid"], step["skipped"]) == ([], 0)

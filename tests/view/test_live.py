@@ -27,6 +27,12 @@ def add(folder: Path, name: str, *rows: dict[str, Any]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+def _without_last(overview: dict[str, Any]) -> list[dict[str, Any]]:
+    (export,) = overview["exports"]
+    assert all(run.pop("last") > 0 for run in export["runs"])
+    return list(export["runs"])
+
+
 def told(watch: Watch) -> list[tuple[str, dict[str, Any]]]:
     """The events of a look, as a browser reads them."""
     found = []
@@ -76,6 +82,8 @@ def test_a_run_says_that_it_runs_and_how_it_ended(tmp_path: Path) -> None:
             raise error
         found = state_of(tmp_path)
         assert found is not None and found.state == word
+        assert found.earlier_s == done.seconds and found.seconds >= done.seconds, "starts add up"
+        done = found
 
 
 def test_a_run_whose_process_was_killed_is_gone(tmp_path: Path) -> None:
@@ -99,7 +107,7 @@ def test_a_page_is_told_of_new_steps_and_of_new_numbers_of_runs_it_shows(tmp_pat
     library = Library(exports={"run": Export(tmp_path, awaited=True)})
     watch = Watch(library, {"run\n": library.run("run", "")["at"]})
     ((kind, overview),) = told(watch)
-    assert kind == "overview" and overview["exports"][0]["runs"] == [{"run": "", "steps": [], "state": None}]
+    assert kind == "overview" and _without_last(overview) == [{"run": "", "steps": [], "state": None, "events": 0}]
     assert told(watch) == []
     add(tmp_path, "metrics.jsonl", {"step": 2, "a": 4})
     assert told(watch) == [("rows", {"export": "run", "run": "", "metrics": {"step": [2], "a": [4]}})]

@@ -45,7 +45,7 @@ def test_one_cursor_reads_all_charts_and_the_keyboard_moves_it(at: Any) -> None:
     assert keys(page, "Tokens per second") == {"": f"{1000 + step:,}"} and keys(page, "mine/own number") == {
         "": str(2 * step)
     }
-    assert page.locator(".rule:visible").count() == page.locator(".chart").count()
+    assert page.locator(".rule:visible").count() == page.locator(".chart:visible").count()
     page.mouse.move(5, 300)
     assert page.text_content("#at-step") == "latest values"
     page.focus('[data-curve="Reward"]')
@@ -104,7 +104,7 @@ def test_curves_are_saved_as_csv_and_as_a_picture(at: Any, tmp_path: Path) -> No
         page.click("#csv")
     rows = list(csv.DictReader(io.StringIO(Path(found.value.path()).read_text())))
     assert len(rows) == STEPS and found.value.suggested_filename == "alpha.csv"
-    assert float(rows[9]["Reward / reward"]) == pytest.approx(metrics(10)["train/reward"])
+    assert float(rows[9]["Reward / trained"]) == pytest.approx(metrics(10)["train/reward"])
     assert rows[9]["Dropped, by reason / stale"] == "20"
     with page.expect_download() as found:
         page.click("#png")

@@ -15,6 +15,7 @@ from penstock.view import Export
 from penstock.view.library import Library
 from penstock.view.static_page import make_page
 from penstock.view.vocabulary import open_vocabulary
+from scripts.build_docs import DOCS, recorded_run
 from tests.support.browser import keep_pictures, wait_until
 from tests.view.run_pages import ARTIFACTS, records
 
@@ -157,4 +158,21 @@ def test_a_page_in_a_file_has_groups_rules_and_search_too(page: Any, home: Path,
     page.wait_for_selector(".tree .leaf")
     page.keyboard.press("1")
     page.wait_for_selector(".chart")
+    assert page.errors == []
+
+
+def test_the_recorded_run_of_the_site_opens_with_todays_viewer(page: Any, tmp_path: Path) -> None:
+    file = tmp_path / "demo-run.html"
+    recorded_run(file)
+    assert (DOCS / "site" / "demo-run.tar.xz").stat().st_size < 200_000 and file.stat().st_size < 1_500_000
+    page.goto(file.as_uri())
+    page.wait_for_selector(".cursor")
+    page.click("#tab-run")
+    page.wait_for_selector(".event")
+    assert "kill" in page.text_content("#events summary")
+    for name, wait in (("step", "#step-counts table"), ("prompts", "#prompts"), ("dropped", ".cards")):
+        page.click(f"#tab-{name}")
+        page.wait_for_selector(wait)
+        if name == "step":
+            assert page.input_value("#step-rule") == "ppo", "the rule of the run"
     assert page.errors == []

@@ -55,6 +55,9 @@ def test_a_self_contained_page_has_its_data_inside_and_nothing_that_ends_it(tmp_
 def test_view_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_export(tmp_path / "demo", steps=1, groups=1, size=1)
     out = tmp_path / "out" / "page.html"
+    assert main(["view", str(tmp_path / "demo"), "--html", str(out)]) == 1
+    assert "make it first" in capsys.readouterr().err and not out.parent.exists()
+    out.parent.mkdir()
     assert main(["view", str(tmp_path / "demo"), "--html", str(out)]) == 0
     assert out.stat().st_size > 10_000 and capsys.readouterr().out.startswith(str(out))
     assert main(["view", str(tmp_path / "demo"), "--html", str(out), "--sample", "7"]) == 1

@@ -1,8 +1,8 @@
 """List, verify and clean up the images of a run.
 
-penstock assets list runs/demo/assets
-penstock assets verify runs/demo/assets        read and hash every image; exit 1 if one is damaged or missing
-penstock assets sweep runs/demo/assets         delete processed features that are not used; images are never deleted
+penstock assets list runs/demo          the run's folder, or its asset store
+penstock assets verify runs/demo        read and hash every image; exit 1 if one is damaged or missing
+penstock assets sweep runs/demo         delete processed features that are not used; images are never deleted
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.errors import InvalidInput
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["list", "verify", "sweep"])
-    parser.add_argument("folder", type=Path, help="the asset store's folder")
+    parser.add_argument("folder", type=Path, help="the run's folder, or that of its asset store")
     parser.add_argument(
         "--ttl", type=float, default=TTL_S, help="sweep: seconds since the last use (default %(default)s)"
     )
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not args.folder.is_dir():
         raise InvalidInput(f"{args.folder}: not a folder; give the folder of an asset store")
-    store = AssetStore(args.folder)
+    store = AssetStore(store_folder(args.folder))
     if args.action == "list":
         return _list(store, as_json=args.json)
     if args.action == "verify":
@@ -39,6 +39,12 @@ def run(args: argparse.Namespace) -> int:
     text = f"{report.features_removed} features removed, {report.images_kept} images kept"
     print(json.dumps(asdict(report)) if args.json else text)
     return 0
+
+
+def store_folder(folder: Path) -> Path:
+    """Return the folder of an asset store, given its own or that of its run."""
+    is_store = any((folder / name).is_dir() for name in ("images", "claims", "pending"))
+    return folder if is_store or not (folder / "assets").is_dir() else folder / "assets"
 
 
 def _list(store: AssetStore, *, as_json: bool) -> int:

@@ -238,7 +238,8 @@ def _closing(report: dict[str, Any], config: TrainConfig, following: tuple[str, 
             "micro-batch share them."
         )
     if report.get("kills"):
-        lines.append(f"Meanwhile {killed(report['kills'])} were killed and replaced.")
+        were = "was" if sum(report["kills"].values()) == 1 else "were"
+        lines.append(f"Meanwhile {killed(report['kills'])} {were} killed and replaced.")
     lines += [f"Everything is in {config.folder}.", "", "Next:"]
     todo = [f"  penstock view {config.folder}          look at the tokens", *following]
     todo = [line.replace("penstock ", f"{command()} ") for line in todo]

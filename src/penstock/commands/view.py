@@ -1,6 +1,7 @@
 """Look at every token of a run: a local page with samples, tokens, packed grids and curves.
 
-  penstock view runs/demo                                     the last finished step
+  penstock view runs/demo                                     a run: its curves, steps, groups, samples
+  penstock view runs                                          a folder of runs: a table of them
   penstock view runs/demo --tokenizer models/tiny             show text instead of token ids
   penstock view runs/demo --step 12 --html step12.html        one file to share; --sample for one sample of it
   penstock view /data/queue                                   the storage of a TransferQueue: prints its first rows
@@ -35,6 +36,7 @@ from penstock.view import (
     make_server,
     new_token,
     open_vocabulary,
+    run_folders,
     write_page,
 )
 
@@ -101,6 +103,8 @@ def export_file(word: str, folder: Path) -> Path:
 
 
 def _show(folder: Path, args: argparse.Namespace) -> int:
+    if args.html is None and run_folders(folder):
+        return serve(open_library({}, args, of=folder), args)
     library = open_library({folder.name or "run": folder}, args)
     if args.html is None:
         return serve(library, args)
@@ -109,10 +113,11 @@ def _show(folder: Path, args: argparse.Namespace) -> int:
     return 0
 
 
-def open_library(folders: dict[str, Path], args: argparse.Namespace) -> Library:
-    """Open the exports in these folders, with texts and images if they can be found."""
+def open_library(folders: dict[str, Path], args: argparse.Namespace, of: Path | None = None) -> Library:
+    """Open the exports in these folders, with texts and images if they can be found. `of` is a folder of runs, each
+    with its own tokenizer and images."""
     exports = {name: Export(folder, awaited=is_run_folder(folder)) for name, folder in folders.items()}
-    homes = [export.folder for export in exports.values()]
+    homes = [*(export.folder for export in exports.values()), *([] if of is None else [of])]
     tokenizer = args.tokenizer or next((home for home in homes if (home / "tokenizer.json").is_file()), None)
     assets = args.assets or next((home / "assets" for home in homes if (home / "assets" / "images").is_dir()), None)
     images = None
@@ -123,7 +128,17 @@ def open_library(folders: dict[str, Path], args: argparse.Namespace) -> Library:
 
         images = AssetStore(assets, run=args.assets_run)
     vocabulary = None if tokenizer is None else open_vocabulary(tokenizer)
-    return Library(exports=exports, vocabulary=vocabulary, images=images)
+    return Library(exports=exports, folder=of, vocabulary=vocabulary, images=images)
+
+
+def _names(library: Library) -> str:
+    """Name what is served.
+
+    >>> _names(Library())
+    'no runs'
+    """
+    names = list(library.exports)
+    return ", ".join(names) if 0 < len(names) < 5 else f"{len(names) or 'no'} runs"
 
 
 def serve(library: Library, args: argparse.Namespace) -> int:
@@ -134,7 +149,7 @@ def serve(library: Library, args: argparse.Namespace) -> int:
         library.read_ahead()
         url = f"http://127.0.0.1:{port}/?token={token}"
         print(
-            f"{url}\nServing {', '.join(library.exports)} to this machine only; Ctrl-C ends it.\n"
+            f"{url}\nServing {_names(library)} to this machine only; Ctrl-C ends it.\n"
             f"From another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}, then open the same address "
             "there. The port before the first colon may be another one.",
             flush=True,

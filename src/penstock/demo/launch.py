@@ -28,7 +28,7 @@ from penstock.demo.tasks import write_tokenizer
 from penstock.errors import PenstockError
 from penstock.protocol import Timeouts
 from penstock.train import TrainConfig, template
-from penstock.view import at_work
+from penstock.view import at_work, note_death
 
 _LOOK_S = 0.2
 _MOST_FAILURES = 3
@@ -36,6 +36,7 @@ _LAST_LINES = 3
 _GLANCE = Timeouts(plane_s=3.0)
 """A short deadline: a plane that does not answer is asked again, and dead processes must not wait for it."""
 _LOADING = "starting: torch and the model are loaded once, for all processes; this takes seconds"
+_OVER = "nothing: the run is over"
 _SHOWN_ROWS = 100
 """Number of recent steps whose full metrics are kept, for the screen."""
 
@@ -60,7 +61,18 @@ class Progress:
     kills: dict[str, int]
     seconds: float
     doing: str = ""
-    """What the launcher is doing while there is no plane yet."""
+    """What the launcher is doing while there is no plane, before the run and after it."""
+
+
+def _how_ended(name: str, code: int | None) -> str:
+    """Say how a process died.
+
+    >>> _how_ended("worker-0", -9), _how_ended("rank-1", 3)
+    ('worker-0 was killed (SIGKILL)', 'rank-1 ended with code 3')
+    """
+    if code is not None and code < 0:
+        return f"{name} was killed ({next((s.name for s in signal.Signals if s == -code), f'signal {-code}')})"
+    return f"{name} ended with code {code}"
 
 
 class RunFailed(PenstockError):
@@ -115,17 +127,18 @@ class Launcher:
                 self._status = plane.status()
                 self._lines.note(self._status)
             (self.folder / "status.json").write_text(json.dumps(self._status))
+            show(self._progress(time.monotonic() - began, doing=_OVER))
         finally:
             self._stop("")
         return self._status
 
-    def _progress(self, seconds: float) -> Progress:
+    def _progress(self, seconds: float, doing: str = "") -> Progress:
         rows = self._metrics.read()
         if rows and int(rows[-1]["step"]) > self._trained:
             self._trained = int(rows[-1]["step"])
             self._failures.clear()
         kills = dict(self.chaos.kills) if self.chaos else {}
-        return Progress(rows=rows, status=self._status, kills=kills, seconds=seconds)
+        return Progress(rows=rows, status=self._status, kills=kills, seconds=seconds, doing=doing)
 
     # -------------------------------------------------------------- processes
 
@@ -161,6 +174,7 @@ class Launcher:
         """Restart what died."""
         dead = [name for name, process in self._processes.items() if process.exitcode not in (None, 0)]
         for name in dead:
+            note_death(self.folder, step=self._trained + 1, what=_how_ended(name, self._processes[name].exitcode))
             self._count_failure(name)
             if not name.startswith("rank"):
                 self._start(name)

@@ -64,21 +64,22 @@ class _Lines:
         row = progress.rows[-1]
         self._next = int(row["step"]) // 20 * 20 + 20
         print(
-            f"step {row['step']:>4.0f}  reward {_recent(progress, 'train/reward'):.3f}"
+            f"step {row['step']:>4.0f}  reward {_recent(progress, 'train/reward')}"
             f"  staleness {_shown(row, 'train/staleness', '.1f')}  {_shown(row, 'perf/tokens_per_s', ',.0f')} tokens/s"
             f"  padding {_shown(row, 'perf/waste', '.1%')}  {progress.seconds:.0f} s",
             flush=True,
         )
 
 
-def _recent(progress: Progress, name: str, count: int = 10) -> float:
+def _recent(progress: Progress, name: str, count: int = 10) -> str:
+    """Format the mean over the last steps; a dash before the first."""
     values = _known(progress.rows[-count:], name)
-    return sum(values) / max(len(values), 1)
+    return f"{sum(values) / len(values):.3f}" if values else "-"
 
 
 def _shown(row: Mapping[str, float | None], name: str, form: str) -> str:
-    """Format a value; a dash for null, which is how NaN is written."""
-    value = row.get(name, 0)
+    """Format a value; a dash where there is none, and for null, which is how NaN is written."""
+    value = row.get(name)
     return "-" if value is None else format(value, form)
 
 
@@ -111,13 +112,14 @@ def page(progress: Progress, *, title: str = "penstock demo", width: int = 80) -
     table.add_row(
         "reward",
         Text(
-            f"{_recent(progress, 'train/reward'):.3f}  {sparkline(rewards, min(40, width - _BESIDE_CURVE))}",
+            f"{_recent(progress, 'train/reward')}  {sparkline(rewards, max(width - _BESIDE_CURVE, 10))}",
             style="green",
         ),
     )
     table.add_row(
         "step",
-        f"{last.get('step', 0):.0f}   {progress.seconds:.0f} s   {_shown(last, 'perf/tokens_per_s', ',.0f')} tokens/s",
+        f"{_shown(last, 'step', '.0f')}   {progress.seconds:.0f} s   "
+        f"{_shown(last, 'perf/tokens_per_s', ',.0f')} tokens/s",
     )
     table.add_row(
         "learning",
@@ -126,17 +128,21 @@ def page(progress: Progress, *, title: str = "penstock demo", width: int = 80) -
     )
     table.add_row(
         "buffer",
-        f"{status.get('held_groups', 0)} groups held   staleness {_shown(last, 'train/staleness', '.1f')} versions   "
+        f"{status.get('held_groups', '-')} groups held   staleness {_shown(last, 'train/staleness', '.1f')} versions   "
         f"padding {_shown(last, 'perf/waste', '.1%')}",
     )
     table.add_row("waits for", progress.doing or str(status.get("waiting_for", "the plane")))
-    parts = [f"{name} {ledger.get(name, 0):,}" for name in ("accepted", "held", "scheduled", "delivered", "committed")]
-    dropped = sum(ledger.get("dropped", {}).values())
-    mark = "balanced" if ledger.get("balanced", True) else "NOT BALANCED"
-    table.add_row("ledger", f"{'  '.join(parts)}  dropped {dropped:,}  ({mark})")
+    table.add_row("ledger", _ledger(ledger) if ledger else "-")
     if progress.kills:
         table.add_row("killed", Text(killed(progress.kills), style="red"))
     return Panel(table, title=title, border_style="dim")
+
+
+def _ledger(ledger: Mapping[str, Any]) -> str:
+    parts = [f"{name} {ledger.get(name, 0):,}" for name in ("accepted", "held", "scheduled", "delivered", "committed")]
+    dropped = sum(ledger.get("dropped", {}).values())
+    mark = "balanced" if ledger.get("balanced", True) else "NOT BALANCED"
+    return f"{'  '.join(parts)}  dropped {dropped:,}  ({mark})"
 
 
 # ------------------------------------------------------------------ in the browser

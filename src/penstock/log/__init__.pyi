@@ -43,6 +43,12 @@ from penstock.log.postgres_reader import reading_postgres as reading_postgres
 from penstock.log.postgres_runs import DatabaseRun as DatabaseRun
 from penstock.log.postgres_runs import drop_run as drop_run
 from penstock.log.postgres_runs import runs_in as runs_in
+from penstock.log.run_events import EVENTS as EVENTS
+from penstock.log.run_events import RunEvent as RunEvent
+from penstock.log.run_events import ended as ended
+from penstock.log.run_events import run_events_of as run_events_of
+from penstock.log.run_events import started as started
+from penstock.log.run_events import trainer_joined as trainer_joined
 from penstock.log.sqlite_copy import carry_over as carry_over
 from penstock.log.sqlite_copy import copy_log as copy_log
 from penstock.log.sqlite_copy import set_identity as set_identity

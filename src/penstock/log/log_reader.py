@@ -33,6 +33,10 @@ class LogReader(ABC):
     def damage(self) -> str:
         """Have the database check itself. Returns what is damaged, or "" if nothing is or it cannot tell."""
 
+    def is_open(self) -> bool | None:
+        """Return whether a plane has the log open now; None if the database does not know."""
+        return None
+
     def first(self, query: str, values: Sequence[Any] = ()) -> tuple[Any, ...] | None:
         """Return the first row, or None."""
         return next(iter(self.rows(query, values)), None)

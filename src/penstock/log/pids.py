@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import uuid
 from pathlib import Path
 
 _BOOT, _NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
@@ -28,7 +30,9 @@ def pid_space() -> str:
     try:
         return f"{_BOOT.read_text().strip()} {_NAMESPACE.readlink()}"
     except OSError:
-        return ""
+        # macOS and the BSDs have no /proc and no pid namespaces: the machine is enough there. A pid that another
+        # process has after a reboot counts as alive, which is the harmless mistake.
+        return "" if sys.platform == "linux" else f"{sys.platform} {uuid.getnode():012x}"
 
 
 def is_gone(space: str, pid: int) -> bool:

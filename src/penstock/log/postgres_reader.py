@@ -11,11 +11,16 @@ from psycopg import sql
 
 from penstock.errors import LogAway
 from penstock.log.log_reader import LogReader
-from penstock.log.postgres_address import redacted, schema_of, split_run
+from penstock.log.postgres_address import lock_of, redacted, schema_of, split_run
 from penstock.log.postgres_link import Connection, connect, first_line, is_away, typed
 
 _CONNECT_S = 10.0
 _OWNER = ("format", "run_id", "epoch", "commits")
+LOCKED = (
+    "SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1 "
+    "AND ((classid::bigint << 32) | objid::bigint) = %s)"
+)
+"""Whether a plane holds the advisory lock of a run."""
 _ESCAPE = "\x1a"
 
 
@@ -45,6 +50,10 @@ class PostgresReader(LogReader):
 
     def damage(self) -> str:
         return ""
+
+    def is_open(self) -> bool | None:
+        row = self._connection.execute(LOCKED, (lock_of(self._schema),)).fetchone()
+        return row is not None and bool(row[0])
 
 
 @contextmanager

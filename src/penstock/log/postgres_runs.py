@@ -12,14 +12,11 @@ from psycopg import sql
 from penstock.errors import Conflict, InvalidInput, LogAway
 from penstock.log.postgres_address import check_address, lock_of, redacted, schema_of, split_run
 from penstock.log.postgres_link import Connection, connect, first_line, is_away, typed
+from penstock.log.postgres_reader import LOCKED
 
 _CONNECT_S = 10.0
 _SCHEMAS = "SELECT nspname FROM pg_namespace WHERE nspname LIKE 'penstock\\_%' ORDER BY nspname"
 _BYTES = "SELECT coalesce(sum(pg_total_relation_size(oid)), 0) FROM pg_class WHERE relnamespace = %s::regnamespace"
-_LOCKED = (
-    "SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1 "
-    "AND ((classid::bigint << 32) | objid::bigint) = %s)"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +83,7 @@ def _run_in(connection: Connection, schema: str) -> DatabaseRun | None:
     except (psycopg.errors.UndefinedTable, psycopg.errors.InsufficientPrivilege, psycopg.errors.UndefinedColumn):
         return None
     num_bytes = connection.execute(_BYTES, (schema,)).fetchone()
-    locked = connection.execute(_LOCKED, (lock_of(schema),)).fetchone()
+    locked = connection.execute(LOCKED, (lock_of(schema),)).fetchone()
     return DatabaseRun(
         name=row[0],
         run_id=row[1],

@@ -132,7 +132,7 @@ class EffectRunner:
 
     def _resume(self, effect: Resume) -> None:
         try:
-            note = self._engine.resume(effect.session, effect.step)
+            note = self._engine.resume(effect.session, effect.step, effect.after)
         except Exception as error:
             if isinstance(error, DiskFull) or ends_plane(error):
                 raise

@@ -30,6 +30,7 @@ from penstock.errors import (
     WaitTimeout,
 )
 from penstock.log import (
+    EVENTS,
     Advance,
     Discard,
     DropGroup,
@@ -43,6 +44,9 @@ from penstock.log import (
     ReleaseGroup,
     State,
     Weigh,
+    ended,
+    started,
+    trainer_joined,
 )
 from penstock.plane.acceptance import Acceptance
 from penstock.plane.ledger import Ledger
@@ -102,11 +106,9 @@ class Engine:
         self.maybe_trained = self.last_step
         """Steps up to this one may be trained although the log does not say so, until a trainer resumes."""
         self._apply_shares()
-        with (
-            suppress(DiskFull),
-            self.recorder.transaction(),
-        ):  # an empty transaction seals the segments of earlier epochs
-            pass
+        events = started(log, step=self.next_step, epoch=log.epoch)
+        with suppress(DiskFull), self.recorder.transaction():  # it also seals the segments of earlier epochs
+            log.set_meta(EVENTS, events)
         with suppress(DiskFull):  # a plane on a full disk must start: only training makes room
             self.segments.stock_up()
 
@@ -127,8 +129,9 @@ class Engine:
         self.writer.finish()
         self.segments.tidy(self.segments.take_finished())
         self.segments.close()
+        events = ended(self.log, step=self.next_step, epoch=self.log.epoch)
         with self.recorder.transaction():
-            pass
+            self.log.set_meta(EVENTS, events)
 
     # -------------------------------------------------------------- looking
 
@@ -381,7 +384,9 @@ class Engine:
         self.acceptance.full.clear()
         self._save_now_and_then()
 
-    def _begin_at(self, step: int, meta: Mapping[str, int], records: Sequence[Record], *, resend: bool = False) -> None:
+    def _begin_at(
+        self, step: int, meta: Mapping[str, int | str], records: Sequence[Record], *, resend: bool = False
+    ) -> None:
         """Mark steps before this one as trained and record `meta` and `records`, in one transaction."""
         numbered = list(enumerate(records, start=self.state.op + 1))
         with self.recorder.transaction():
@@ -419,8 +424,9 @@ class Engine:
         if priorities:
             report(self.recorder, priorities, step)
 
-    def resume(self, session: int, step: int) -> str:
-        """Begin a session at `step`. Earlier steps count as trained, later ones are served again.
+    def resume(self, session: int, step: int, after: str = "") -> str:
+        """Begin a session at `step`. Earlier steps count as trained, later ones are served again. `after` says why the
+        session before failed.
 
         Returns a note if that rewinds or skips steps, or "". A commit does not wait for its answer, so a checkpoint may
         be ahead of the log: it is believed up to one above the last step that all ranks had. Steps planned before this
@@ -440,7 +446,8 @@ class Engine:
             )
         first = self.next_step
         forget = [ForgetReports(first=step)] if self.state.reports.has_from(step) else []
-        self._begin_at(step, {"session": session, "next_step": step}, forget, resend=True)
+        events = trainer_joined(self.log, step=step, was=first, after=after, epoch=self.log.epoch)
+        self._begin_at(step, {"session": session, "next_step": step, EVENTS: events}, forget, resend=True)
         self.maybe_trained = step - 1
         if step < first:
             self.counts["resumes_rewound"] += 1

@@ -102,6 +102,8 @@ class Coordinator:
         self._joiners = Joiners(self._members, self.timeouts, is_gone)
         self._steps = Steps(self._session, self._members, left or {})
         self._failure: Aborted | None = None
+        self._after = ""
+        """Why the last session failed, for the `Resume` that follows."""
         self._tombstones = Tombstones(epoch)
         self._waits_for = (float("-inf"), Phase.FAILED, "")
         """Cache of `waits_for`: when it was computed, in which phase, the text."""
@@ -400,7 +402,8 @@ class Coordinator:
             if others:
                 reason = f"wants to resume at step {others[-1]}, others at {start}; resume all from one checkpoint"
                 return self._abort(Happened.MISMATCH, others[-1], named[others[-1]][0], reason)
-            effects.append(Resume(self.session, start, named=bool(named)))
+            effects.append(Resume(self.session, start, named=bool(named), after=self._after))
+            self._after = ""
             self._steps.begin_at(start)
         self._session.on(Happened.LAST_HELLO)
         effects.append(Note(f"session {self.session} runs: {len(self._members)} processes, at step {self.next_step}"))
@@ -446,6 +449,7 @@ class Coordinator:
             rank=rank,
             reason=f"step {step}: {who}: {reason}"[:MAX_REASON],
         )
+        self._after = failure.reason
         self._tombstones.failed(failure, (member.incarnation for member in self._members.members))
         ends = [e for member in self._members.members for e in (Send(member.peer, failure), Detach(member.peer))]
         return [Note(f"session {self.session} failed: {failure.reason}"), *ends]

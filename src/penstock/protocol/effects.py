@@ -43,6 +43,8 @@ class Resume:
     step: int
     named: bool
     """Whether the trainer named the step. Otherwise it continues at the first uncommitted one."""
+    after: str = ""
+    """Why the session before failed; empty if its processes left it, or there was none."""
 
 
 @dataclass(frozen=True, slots=True)

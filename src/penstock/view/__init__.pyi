@@ -4,6 +4,7 @@ from penstock.view.diff import compare as compare
 from penstock.view.export import NoExport as NoExport
 from penstock.view.export import TokenExporter as TokenExporter
 from penstock.view.folders import EXPORTS as EXPORTS
+from penstock.view.happened import note_death as note_death
 from penstock.view.keep_rules import EveryKth as EveryKth
 from penstock.view.keep_rules import Everything as Everything
 from penstock.view.keep_rules import First as First
@@ -11,6 +12,7 @@ from penstock.view.keep_rules import Keep as Keep
 from penstock.view.keep_rules import Worst as Worst
 from penstock.view.library import Library as Library
 from penstock.view.library import is_run_folder as is_run_folder
+from penstock.view.library import run_folders as run_folders
 from penstock.view.plane_groups import EVALUATION as EVALUATION
 from penstock.view.plot_step import Timing as Timing
 from penstock.view.plot_step import draw as draw

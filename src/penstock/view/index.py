@@ -19,7 +19,7 @@ from penstock.view.masking_rules import disagreement
 from penstock.view.reader import ReadLine, Step
 from penstock.view.record import OF_SAMPLE, Record, Skipped
 from penstock.view.step_tokens import StepTokens
-from penstock.view.tallies import Tally, reward_of
+from penstock.view.tallies import Tally, reward_of, trains
 
 _IDS = re.compile(r"\d{1,10}(?:[\s,]+\d{1,10})*")
 
@@ -37,20 +37,31 @@ class StepIndex:
     ids: list[NDArray[np.int64]]
     """All token ids of each sample."""
     skipped: Skipped
+    rule: dict[str, Any] | None = None
+    """How the tokens of the first record with a rule were masked."""
 
     @staticmethod
     def of(step: Step) -> StepIndex:
         rows: list[dict[str, Any]] = []
         lines: list[ReadLine] = []
         ids: list[NDArray[np.int64]] = []
-        tally, tokens, skipped = Tally(), StepTokens(), Skipped()
+        tally, tokens, skipped, rule = Tally(), StepTokens(), Skipped(), None
         for line, record in step.lines(skipped):
             tally.add(record)
             tokens.add(record)
             rows.append({"index": len(rows), **describe(record)})
             ids.append(record.columns["token_ids"])
             lines.append(line)
-        return StepIndex(rows=rows, lines=lines, summary=tally.as_dict(), tokens=tokens, ids=ids, skipped=skipped)
+            rule = rule or record.fields.get("rule")
+        return StepIndex(
+            rows=rows,
+            lines=lines,
+            summary=tally.as_dict(),
+            tokens=tokens,
+            ids=ids,
+            skipped=skipped,
+            rule=rule,
+        )
 
     def line(self, index: int) -> bytes:
         """Return a record as one line of strict JSON."""
@@ -81,16 +92,6 @@ def describe(record: Record) -> dict[str, Any]:
         "disagreement": disagreement(record),
         "images": len(fields.get("images") or ()),
     }
-
-
-def trains(record: Record) -> bool:
-    """Return whether a record contributes a gradient. An RL sample without an advantage does not."""
-    advantages, mask = record.columns.get("advantages"), record.columns["loss_mask"]
-    if not mask.any():
-        return False
-    if record.fields.get("training_mode") != "rl" or advantages is None:
-        return True
-    return bool(np.any(advantages[mask] != 0))
 
 
 def _finite(values: Any, mask: Any) -> Any:

@@ -1,9 +1,9 @@
-"""The viewer's data: runs of one or more folders with their steps, samples, groups and metrics. Read-only."""
+"""The viewer's data: runs of one or more folders with their steps, samples, groups, metrics and events. Read-only."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.errors import InvalidInput, PenstockError, UnknownKey
+from penstock.errors import InvalidInput, MissingAsset, PenstockError, UnknownKey
 from penstock.view.folders import EXPORTS
 from penstock.view.group_tree import branches
-from penstock.view.history import history_of
+from penstock.view.happened import Event, Noted, PlaneNotes, deaths_of, of_exports
+from penstock.view.history import history_of, over_steps
 from penstock.view.index import StepIndex, find
 from penstock.view.jsonl import encode_line
 from penstock.view.plane_groups import EVALUATION, dropped_of, plane_of, records_of
 from penstock.view.reader import Export, Step
-from penstock.view.run_files import Places, as_columns, is_written, rows_since, state_of
+from penstock.view.run_files import Places, as_columns, is_written, last_written, rows_since, state_of
 from penstock.view.tallies import Tally, tally
-from penstock.view.vocabulary import Vocabulary, texts
+from penstock.view.vocabulary import Vocabulary, open_vocabulary, texts
 
 if TYPE_CHECKING:
     from penstock.assets import AssetStore
@@ -32,6 +33,8 @@ _SHOWN_TOKENS = 400
 """Tokens shown of a branch of a group. The sample's page shows all."""
 _KEPT_POINTS = 1 << 14
 """Points of curves held in memory: about a kilobyte each."""
+_MOST_RUNS = 300
+"""Runs shown of a folder of runs: those changed last. The page says how many are left out."""
 _KEPT_STEPS = 4
 """Indexes held in memory: about 80 bytes per token and some hundred per sample."""
 
@@ -40,12 +43,19 @@ _KEPT_STEPS = 4
 class Library:
     """One or more exports by name, with a vocabulary and images for them."""
 
-    exports: Mapping[str, Export]
+    exports: Mapping[str, Export] = field(default_factory=dict)
     """By displayed name. A diff has two."""
+    folder: Path | None = None
+    """A folder of runs, each of which is an export. Runs that appear in it later are shown as well."""
     vocabulary: Vocabulary | None = None
+    """For all exports; without it, those of a folder of runs have their own."""
     images: AssetStore | None = None
     parting: dict[str, Any] | None = None
     """Where two runs first differ, when they were compared."""
+    left_out: int = field(init=False, default=0)
+    """Runs of the folder that are not shown."""
+    _notes: dict[Path, PlaneNotes] = field(init=False, default_factory=dict)
+    _vocabularies: dict[str, Vocabulary | None] = field(init=False, default_factory=dict)
     _index: Any = field(init=False)
     _points: dict[tuple[str, str, int], tuple[int, dict[str, Any]]] = field(init=False, default_factory=dict)
     """Step -> its stamp, and its points on the curves."""
@@ -54,11 +64,23 @@ class Library:
 
     def __post_init__(self) -> None:
         self._index = lru_cache(maxsize=_KEPT_STEPS)(self._read_index)
+        self._find_runs()
+
+    def _find_runs(self) -> None:
+        """Open runs that appeared in the folder, and forget those that were removed."""
+        if self.folder is None:
+            return
+        found = run_folders(self.folder)
+        self.left_out = max(len(found) - _MOST_RUNS, 0)
+        shown = sorted(found.items(), key=lambda item: -_changed(item[1]))[:_MOST_RUNS]
+        known = self.exports
+        self.exports = {name: known.get(name) or Export(path, awaited=True) for name, path in sorted(shown)}
 
     # -------------------------------------------------------------- runs
 
     def overview(self) -> dict[str, Any]:
         """Return exports, runs, their states, and the numbers of their finished steps."""
+        self._find_runs()
         return {
             "exports": [
                 {"name": name, "folder": export.folder.name, "runs": [self._run(name, run) for run in runs_of(export)]}
@@ -67,14 +89,36 @@ class Library:
             "has_text": self.vocabulary is not None,
             "has_images": self.images is not None,
             "parting": self.parting,
+            "is_many": self.folder is not None,
         }
 
     def _run(self, export: str, run: str) -> dict[str, Any]:
-        state = state_of(self.home(export, run))
-        steps = [step.number for step in self._steps(export, run)]
-        found = {"run": run, "steps": steps, "state": None if state is None else msgspec.to_builtins(state)}
+        home, steps, noted = self.home(export, run), self._steps(export, run), self._noted(export, run)
+        state = state_of(home) or noted.state
+        stable = steps[-1].stamp / 1e9 if steps and steps[-1].done() else None
+        found = {
+            "run": run,
+            "steps": [step.number for step in steps],
+            "state": None if state is None else msgspec.to_builtins(state),
+            "events": len(noted.events) + len(deaths_of(home)),
+            "last": max((at for at in (last_written(home), noted.last, stable) if at), default=None),
+        }
         is_plane = run != EVALUATION and self._export(export).is_plane
         return found | ({"source": "plane"} if is_plane else {})
+
+    def _noted(self, export: str, run: str) -> Noted:
+        home = self.home(export, run)
+        return Noted() if run == EVALUATION else self._notes.setdefault(home, PlaneNotes(home)).read()
+
+    def events(self, export: str, run: str) -> list[Event]:
+        """Return what happened to a run, by step."""
+        self._check_run(export, run)
+        noted, died = list(self._noted(export, run).events), deaths_of(self.home(export, run))
+        if not noted and not died and not self._export(export).is_plane:
+            return list(of_exports(self.points(export, run)["steps"]))
+        if died:  # the launcher counts the kills: what the log says of them is that the process was started again
+            noted = [msgspec.structs.replace(one, kind="restart") if one.kind == "kill" else one for one in noted]
+        return sorted((*noted, *died), key=lambda event: (event.step, event.at or 0))
 
     def _steps(self, export: str, run: str, after: int = -1) -> list[Step]:
         found = self._export(export)
@@ -98,18 +142,28 @@ class Library:
                 break
             places = now
         metrics = as_columns(rows[step] for step in sorted(rows))
-        return {**self.points(export, run), "metrics": metrics, "at": places}
+        return {**self.points(export, run), "metrics": metrics, "at": places, "events": self.events(export, run)}
 
     def points(self, export: str, run: str, first: int = 0) -> dict[str, Any]:
         """Return what exported steps add to a run's curves, from step `first`. The markers of a step are read once."""
         opened = self._export(export)
         if opened.is_plane and run != EVALUATION:
             return {"steps": [step.point() for step in opened.logged() if step.number >= first]}
+        return {"steps": self._points_of(export, run, self._steps(export, run, after=first - 1))}
+
+    def last_points(self, export: str, run: str, most: int) -> list[dict[str, Any]]:
+        """Return the same of the last steps only."""
+        opened = self._export(export)
+        if opened.is_plane and run != EVALUATION:
+            return [step.point() for step in opened.logged()[-most:]]
+        return self._points_of(export, run, self._steps(export, run)[-most:])
+
+    def _points_of(self, export: str, run: str, steps: Iterable[Step]) -> list[dict[str, Any]]:
         found = []
-        for step in self._steps(export, run, after=first - 1):
+        for step in steps:
             with suppress(FileNotFoundError):  # the step is being written again: it is here when it is finished
                 found.append(self._point(export, run, step))
-        return {"steps": found}
+        return found
 
     def _point(self, export: str, run: str, step: Step) -> dict[str, Any]:
         key, stamp = (export, run, step.number), step.stamp
@@ -134,11 +188,16 @@ class Library:
         self._check_run(export, run)
         return history_of(self.home(export, run))
 
+    def over_steps(self, export: str, run: str, of: str, name: str) -> dict[str, Any]:
+        """Return one environment (`of` "env") or one prompt ("prompt") over the steps of a run."""
+        self._check_run(export, run)
+        return over_steps(self.home(export, run), of, name)
+
     def dropped_group(self, export: str, run: str, group: str) -> dict[str, Any]:
         """Return the rollouts of a quarantined group in the form of samples."""
         self._check_run(export, run)
         lines = [encode_line(record) for record in records_of(self.home(export, run), group)]
-        return {"samples": [self._shown(line) for line in lines]}
+        return {"samples": [self._shown(export, line) for line in lines]}
 
     # -------------------------------------------------------------- steps
 
@@ -153,6 +212,7 @@ class Library:
             "scales": index.tokens.scales(),
             "histograms": index.tokens.histograms(),
             "masked": index.tokens.masked(),
+            "rule": index.rule,
         }
 
     def what_if(
@@ -164,9 +224,7 @@ class Library:
     def search(self, export: str, run: str, number: int, query: str) -> dict[str, Any]:
         """Find the samples that contain the query, and where."""
         index = self.index(export, run, number)
-        known: dict[int, str] = {}
-        if self.vocabulary is not None:
-            known = texts(self.vocabulary, {int(i) for own in index.ids for i in own.tolist()})
+        known = self._texts(export, {int(i) for own in index.ids for i in own.tolist()})
         return {"found": find(query[:400], index.ids, known)}
 
     def group(self, export: str, run: str, number: int, group: str) -> dict[str, Any]:
@@ -182,29 +240,52 @@ class Library:
         return {
             "members": members,
             "branches": [{**asdict(one), "ids": ids} for one, ids in zip(found, shown, strict=True)],
-            "texts": {} if self.vocabulary is None else texts(self.vocabulary, distinct),
+            "texts": self._texts(export, distinct),
         }
 
     def sample(self, export: str, run: str, number: int, sample: int) -> dict[str, Any]:
         """Return a sample's record as exported, the texts of its distinct ids, and the hashes of its images."""
-        return self._shown(self.index(export, run, number).line(sample))
+        return self._shown(export, self.index(export, run, number).line(sample))
 
-    def _shown(self, line: bytes) -> dict[str, Any]:
+    def _shown(self, export: str, line: bytes) -> dict[str, Any]:
         shown = _READ.decode(line)
         return {
             "record": msgspec.Raw(line),
-            "texts": {} if self.vocabulary is None else texts(self.vocabulary, shown.token_ids),
+            "texts": self._texts(export, shown.token_ids),
             "images": [image.hash for image in shown.images or ()],
         }
 
+    def _texts(self, export: str, ids: Iterable[int]) -> dict[int, str]:
+        """Return the texts of token ids, by the tokenizer of all exports or of this one."""
+        vocabulary = self.vocabulary
+        if vocabulary is None and self.folder is not None:
+            home = self._export(export).folder
+            if export not in self._vocabularies:
+                has_one = (home / "tokenizer.json").is_file()
+                self._vocabularies[export] = open_vocabulary(home) if has_one else None
+            vocabulary = self._vocabularies[export]
+        return {} if vocabulary is None else texts(vocabulary, ids)
+
     def image(self, digest: str) -> tuple[bytes, str]:
         """Return an image and its media type. Only types that browsers never run as scripts are served."""
-        if self.images is None:
-            raise UnknownKey("images: none; give --assets FOLDER")
-        media_type = self.images.ref(digest).media_type
+        store = self._store_of(digest)
+        media_type = store.ref(digest).media_type
         if media_type not in _IMAGE_TYPES:
             raise InvalidInput(f"image {digest}: {media_type} is not shown")
-        return self.images.get(digest), media_type
+        return store.get(digest), media_type
+
+    def _store_of(self, digest: str) -> AssetStore:
+        """Return the store with an image: the one given, or the first of the folder's runs that has it."""
+        if self.images is not None:
+            return self.images
+        from penstock.assets import AssetStore
+
+        homes = [] if self.folder is None else [one.folder / "assets" for one in self.exports.values()]
+        for store in (AssetStore(home) for home in homes if (home / "images").is_dir()):
+            with suppress(MissingAsset):
+                store.ref(digest)
+                return store
+        raise UnknownKey("images: none; give --assets FOLDER")
 
     def index(self, export: str, run: str, number: int) -> StepIndex:
         step = self._export(export).step(number, run)
@@ -261,6 +342,23 @@ def runs_of(export: Export) -> list[str]:
     return [*own, *sorted(others, key=lambda name: (name == EVALUATION, name))] or [""]
 
 
+def run_folders(folder: Path) -> dict[str, Path]:
+    """Return the runs in a folder of runs, by name. Empty if the folder is itself a run."""
+    if _is_run(folder):
+        return {}
+    return {path.name: path for path in folder.glob("*") if path.is_dir() and _is_run(path)}
+
+
+def _is_run(path: Path) -> bool:
+    return (path / EXPORTS).is_dir() or is_written(path) or state_of(path) is not None or plane_of(path) is not None
+
+
+def _changed(path: Path) -> float:
+    with suppress(OSError):
+        return max(path.stat().st_mtime, last_written(path) or 0.0)
+    return 0.0
+
+
 def is_run_folder(folder: Path) -> bool:
     """Return whether a folder is or contains a run, which may not have exported anything yet."""
     return any(
@@ -299,6 +397,9 @@ def run_point(step: Step) -> dict[str, Any]:
         "waste": 1 - packed / computed if computed else None,
         "tokens_per_s": packed / seconds if seconds else None,
         "masked_fraction": summary["masked_fraction"].get("is_masked"),
+        "idle": None if summary["idle"] is None or not summary["records"] else summary["idle"] / summary["records"],
         **{name: summary[name] for name in ("reward", "mismatch_kl", "entropy", "loss", "staleness", "length")},
         "metrics": {name: value for mark in marks for name, value in mark.metrics.items()},
+        "attempt": marks[0].attempt if marks else "",
+        "again": bool(marks) and any(step.path.glob("rank_0.*.1")),
     }

@@ -49,11 +49,12 @@ class Watch:
 
     def _look_at_runs(self) -> Iterator[bytes]:
         began = time.monotonic()
-        overview = msgspec.json.encode(self._library.overview())
+        found = self._library.overview()
+        overview, known = msgspec.json.encode(found), msgspec.json.encode(_without_times(found))
         now = time.monotonic()
         self._due = now + _REST * (now - began)
-        if overview != self._overview:
-            self._overview = overview
+        if known != self._overview:
+            self._overview = known
             yield _event("overview", overview, self._read)
 
     def _rows(self, export: str, run: str) -> Iterator[bytes]:
@@ -67,6 +68,12 @@ class Watch:
         if rows:
             data: dict[str, Any] = {"export": export, "run": run, "metrics": as_columns(rows)}
             yield _event("rows", msgspec.json.encode(data), self._read)
+
+
+def _without_times(overview: dict[str, Any]) -> list[Any]:
+    """Return what of an overview is news: that a run wrote metrics, a page learns from the rows."""
+    runs = [(one["name"], run) for one in overview["exports"] for run in one["runs"]]
+    return [(name, {key: value for key, value in run.items() if key != "last"}) for name, run in runs]
 
 
 async def events(library: Library, read: Read, is_over: Callable[[], bool]) -> AsyncIterator[bytes]:

@@ -18,7 +18,7 @@ from typing import Any
 from penstock.arrays import Sample
 from penstock.errors import CorruptFile, PenstockError, UnknownKey
 from penstock.frames import decode
-from penstock.log import is_run
+from penstock.log import State, is_run, reading
 from penstock.packing import pack
 from penstock.runs import EvaluationGroup, evaluations_of, read_run, read_stored, unused_groups
 from penstock.view.batch_records import BatchCopy
@@ -142,6 +142,7 @@ def dropped_of(folder: Path) -> dict[str, Any]:
     try:
         ledger = read_run(plane, steps=0, groups=0)["ledger"]
         groups = unused_groups(plane, most=MOST)
+        lengths = _lengths(plane)
     except CorruptFile as error:
         return {"ledger": None, "groups": [], "error": str(error)}
     rows = [
@@ -158,7 +159,20 @@ def dropped_of(folder: Path) -> dict[str, Any]:
         }
         for one in groups
     ]
-    return {"ledger": ledger, "groups": rows}
+    return {"ledger": ledger, "groups": rows, "lengths": lengths}
+
+
+def _lengths(plane: Path) -> dict[str, float]:
+    """Return the mean tokens of a sample by what became of it. A loss of long samples shows as a difference."""
+    query = (
+        "SELECT state, CAST(SUM(tokens) AS BIGINT), CAST(SUM(samples) AS BIGINT) FROM groups WHERE state != ? "
+        "GROUP BY state"
+    )
+    with reading(plane) as log:
+        rows = list(log.rows(query, (int(State.EVALUATION),)))
+    found = {State(state).name.lower(): tokens / samples for state, tokens, samples in rows if samples}
+    samples = sum(samples for _, _, samples in rows)
+    return found | ({"accepted": sum(tokens for _, tokens, _ in rows) / samples} if samples else {})
 
 
 def records_of(folder: Path, group: str) -> list[Record]:

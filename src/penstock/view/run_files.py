@@ -14,7 +14,7 @@ import os
 import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ STATE = "state.json"
 FILES = ("metrics.jsonl", "plane.jsonl")
 _MAX_READ = 64 << 20
 """Bytes of a file read at a time."""
+_TAIL = 256 << 10
 Places = dict[str, int]
 """How far each file has been read."""
 
@@ -47,6 +48,16 @@ def rows_since(folder: Path, places: Places) -> tuple[list[dict[str, float | Non
             if row is not None:
                 rows.setdefault(int(row["step"] or 0), {}).update(row)
     return [rows[step] for step in sorted(rows)], now
+
+
+def rows_in(path: Path) -> list[dict[str, float | None]]:
+    """Return the last rows of a file of metrics, as many as a quarter of a megabyte holds."""
+    try:
+        size = path.stat().st_size
+    except OSError:
+        return []
+    # Read from the middle of a file, the first line is cut, and a cut line is no row.
+    return [row for line in _lines(path, max(size - _TAIL, 0))[0] if (row := _row(line)) is not None]
 
 
 def as_columns(rows: Iterable[Mapping[str, float | None]]) -> dict[str, list[float | None]]:
@@ -94,6 +105,15 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     ended: float | None = None
     pid: int = 0
     host: str = ""
+    earlier_s: float = 0.0
+    """Seconds that earlier starts of the run took."""
+    of: str = "run"
+    """"plane" if it is known of the run's plane alone, from its log."""
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has run, over all its starts."""
+        return self.earlier_s + max((self.ended or time.time()) - self.began, 0.0)
 
 
 # Made at import: msgspec crashes when two threads are the first to decode a type.
@@ -103,7 +123,9 @@ _READ_STATE = msgspec.json.Decoder(RunState)
 @contextmanager
 def at_work(folder: Path) -> Iterator[None]:
     """Write that the run in a folder is running, and at the end how it ended."""
-    running = RunState(state="running", began=time.time(), pid=os.getpid(), host=platform.node())
+    before = state_of(folder)
+    earlier = 0.0 if before is None or before.ended is None else before.seconds
+    running = RunState(state="running", began=time.time(), pid=os.getpid(), host=platform.node(), earlier_s=earlier)
     _write(folder, running)
     outcome: Literal["finished", "stopped", "failed"] = "failed"
     try:
@@ -123,8 +145,17 @@ def state_of(folder: Path) -> RunState | None:
     except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError, UnicodeDecodeError):
         return None
     if found.state == "running" and found.host == platform.node() and is_gone(pid_space(), found.pid):
-        return msgspec.structs.replace(found, state="gone")
+        return msgspec.structs.replace(found, state="gone", ended=last_written(folder) or found.began)
     return found
+
+
+def last_written(folder: Path) -> float | None:
+    """Return when a run wrote metrics last, None if it wrote none."""
+    found = []
+    for name in FILES:
+        with suppress(OSError):
+            found.append((folder / name).stat().st_mtime)
+    return max(found, default=None)
 
 
 def _write(folder: Path, state: RunState) -> None:

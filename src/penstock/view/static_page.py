@@ -25,8 +25,9 @@ MAX_BYTES = 256 << 20
 
 def write_page(path: Path, library: Library, *, run: str | None, step: int | None, sample: int | None) -> int:
     """Write the page and return its size in bytes."""
+    if not path.parent.is_dir():
+        raise InvalidInput(f"{path}: there is no folder {path.parent}; make it first, or choose another")
     text = make_page(library, run=run, step=step, sample=sample)
-    path.parent.mkdir(parents=True, exist_ok=True)
     return path.write_bytes(text)
 
 
@@ -81,7 +82,11 @@ def _collect(library: Library, name: str, run: str, number: int, sample: int | N
         "parting": None,
         "start": start,
     }
-    answers[f"run?{urlencode({'export': name, 'run': run})}"] = library.run(name, run)
+    of_run = urlencode({"export": name, "run": run})
+    answers[f"run?{of_run}"] = library.run(name, run)
+    if sample is None:
+        answers[f"history?{of_run}"] = library.history(name, run)
+        answers[f"dropped?{of_run}"] = library.dropped(name, run)
     return {"answers": answers, "images": {digest: uri for digest in hashes if (uri := _inline(library, digest))}}
 
 

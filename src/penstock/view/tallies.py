@@ -46,6 +46,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reward: Moments | None = None
     length: Moments | None = None
     staleness: Moments | None = None
+    idle: Count | None = None
+    """Records that train nothing; None in markers of earlier versions."""
 
 
 @dataclass(slots=True)
@@ -91,12 +93,15 @@ class Tally:
     masked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MASKS, 0))
     compared_tokens: int = 0
     """Trained tokens of records with known masks: the denominator of masked fractions."""
+    idle: int | None = 0
+    """Records that train nothing; None if that is not known of some."""
     spreads: dict[str, Spread] = field(default_factory=lambda: {name: Spread() for name in (*MEASURED, *OF_SAMPLES)})
 
     def add(self, record: Record) -> None:
         columns, mask = record.columns, record.columns["loss_mask"]
         trained = int(np.count_nonzero(mask))
         self.records += 1
+        self.idle = None if self.idle is None else self.idle + (not trains(record))
         self.tokens += len(mask)
         self.loss_tokens += trained
         for name in MEASURED:
@@ -120,6 +125,7 @@ class Tally:
         """Add another tally."""
         for name in ("records", "tokens", "loss_tokens", "compared_tokens"):
             setattr(self, name, getattr(self, name) + getattr(summary, name))
+        self.idle = None if self.idle is None or summary.idle is None else self.idle + summary.idle
         for name in MASKS:
             self.masked[name] += summary.masked.get(name, 0)
         for name, spread in self.spreads.items():
@@ -137,6 +143,7 @@ class Tally:
             masked=dict(self.masked),
             masked_fraction={name: n / self.compared_tokens for name, n in self.masked.items() if self.compared_tokens},
             **{name: spread.moments() for name, spread in self.spreads.items()},
+            idle=self.idle,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -151,6 +158,16 @@ def tally(records: Iterable[Record]) -> Tally:
     for record in records:
         out.add(record)
     return out
+
+
+def trains(record: Record) -> bool:
+    """Return whether a record contributes a gradient. An RL sample without an advantage does not."""
+    advantages, mask = record.columns.get("advantages"), record.columns["loss_mask"]
+    if not mask.any():
+        return False
+    if record.fields.get("training_mode") != "rl" or advantages is None:
+        return True
+    return bool(np.any(advantages[mask] != 0))
 
 
 def reward_of(record: Record) -> float | None:

@@ -19,6 +19,7 @@ from penstock.server import server_config
 from penstock.view.access import Guard, new_token
 from penstock.view.library import Library
 from penstock.view.live import events, parse_read
+from penstock.view.runs_table import runs_table
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 SCRIPTS = (
     *("text", "source", "live", "scale", "rules", "charts", "lines", "curves", "filters", "list", "tokens", "side"),
-    *("bar", "compare", "step", "run", "groups", "prompts", "dropped", "keys", "top", "app"),
+    *("bar", "compare", "step", "events", "run", "groups", "prompts", "dropped", "runs", "keys", "top", "app"),
 )
 """In the order in which they are joined. A page requests one file instead of twenty."""
 _TYPES = {
@@ -73,6 +74,8 @@ def answers(library: Library) -> dict[str, Callable[[Request], Any]]:
     """Return the handlers of /api/NAME by name."""
     return {
         "overview": lambda _: library.overview(),
+        "runs": lambda _: runs_table(library),
+        "events": lambda request: library.events(*_run_of(request)),
         "run": lambda request: library.run(*_run_of(request)),
         "points": lambda request: library.points(*_run_of(request), _number(request, "first")),
         "step": lambda request: library.step(*_step_of(request)),
@@ -82,6 +85,7 @@ def answers(library: Library) -> dict[str, Callable[[Request], Any]]:
         "group": lambda request: library.group(*_step_of(request), request.query_params.get("group", "")),
         "dropped": lambda request: library.dropped(*_run_of(request)),
         "history": lambda request: library.history(*_run_of(request)),
+        "over_steps": lambda request: library.over_steps(*_run_of(request), *_chosen(request)),
         "dropped_group": lambda request: library.dropped_group(
             *_run_of(request), request.query_params.get("group", "")
         ),
@@ -125,6 +129,11 @@ def _safely(respond: Callable[[Request], Response]) -> Callable[[Request], Respo
 
 def _run_of(request: Request) -> tuple[str, str]:
     return request.query_params.get("export", ""), request.query_params.get("run", "")
+
+
+def _chosen(request: Request) -> tuple[str, str]:
+    """Return whether an environment or a prompt is asked for, and its name."""
+    return request.query_params.get("of", ""), request.query_params.get("name", "")
 
 
 def _step_of(request: Request) -> tuple[str, str, int]:

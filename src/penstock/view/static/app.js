@@ -2,6 +2,7 @@
 "use strict";
 {
   const PAGES = ["run", "step", "groups", "samples", "prompts", "dropped"];
+  const REFRESH_MS = 5000; // tables of a run that goes on are asked for again at most this often
   const byId = (id) => document.getElementById(id);
   const at = { page: "samples", export: "", run: "", step: 0, sample: -1, token: -1 };
   let query = new URLSearchParams();
@@ -44,7 +45,19 @@
         else query.set(name, value);
       if (at.export) write();
     },
+    // The same as a page of its own, so that the browser's back button leads back.
+    open(changes) {
+      history.pushState(null, "", location.hash);
+      ps.query.set(changes);
+      follow();
+    },
   };
+
+  function pageOf(name, run) {
+    if (PAGES.includes(name) || (name === "runs" && overview.is_many)) return name;
+    if (overview.is_many) return "runs";
+    return ps.source.isEmbedded && run.steps.length ? "samples" : "run";
+  }
 
   function parse() {
     here = location.hash;
@@ -58,7 +71,7 @@
     const last = run.steps[run.steps.length - 1] ?? 0;
     const wanted = number(parts[3], last);
     Object.assign(at, {
-      page: PAGES.includes(parts[0]) ? parts[0] : ps.source.isEmbedded && run.steps.length ? "samples" : "run",
+      page: pageOf(parts[0], run),
       export: chosen.name,
       run: run.run,
       step: run.steps.includes(wanted) ? wanted : last,
@@ -76,7 +89,16 @@
   }
 
   const drawTop = () =>
-    ps.top.draw(byId("top"), { at, overview, run: runNow(), address, go, toggleList, openParting, theme });
+    ps.top.draw(byId("top"), { at, overview, run: runNow(), address, go, toggleList, openParting, theme, followNewest });
+
+  // Go on with the newest step as it comes, or stay.
+  function followNewest(isOn) {
+    ps.query.set({ follow: isOn ? "1" : null });
+    const { steps } = runNow();
+    const newest = steps[steps.length - 1];
+    if (isOn && newest !== at.step) go({ step: newest, sample: -1, token: -1 });
+    else drawTop();
+  }
 
   const toggleList = () => document.body.classList.toggle("listing");
 
@@ -170,7 +192,7 @@
         .filter((run) => run.run !== "(evaluation)" && !(one.name === at.export && run.run === at.run))
         .map((run) => ({
           key: one.name + "/" + run.run,
-          name: (overview.exports.length > 1 ? one.name + " " : "") + (run.run || one.folder),
+          name: overview.exports.length > 1 ? [one.name, run.run].filter(Boolean).join(" ") : run.run || one.folder,
           at: { export: one.name, run: run.run },
         })),
     );
@@ -183,18 +205,33 @@
     go({ page: "step", step: near, sample: -1, token: -1 });
   }
 
+  function openRun(run, others) {
+    query = new URLSearchParams();
+    if (others.length) query.set("with", others.map(encodeURIComponent).join(","));
+    const steps = overview.exports.find((one) => one.name === run.export).runs.find((one) => one.run === run.run).steps;
+    go({ page: "run", export: run.export, run: run.run, step: steps[steps.length - 1] ?? 0, sample: -1, token: -1 });
+  }
+
+  async function showPrompts(page) {
+    const gone = (step) => `Step ${step} cannot be opened: it was not exported, and its frames are freed.`;
+    const open = (step) =>
+      runNow().steps.includes(step) ? go({ page: "groups", step, sample: -1, token: -1 }) : notice(gone(step));
+    const of = ps.query.get("of");
+    if (of) {
+      const name = (ps.query.get("name") || "=").slice(1);
+      return ps.overSteps(page, await ps.source.overSteps(at, of, name), of, name, open);
+    }
+    ps.promptsPage(page, await ps.source.history(at), open);
+  }
+
   async function showPage() {
     const page = byId("page");
+    if (at.page === "runs") return void ps.runsPage(page, await ps.source.runs(), openRun);
     if (at.page === "run") {
       const words = ps.top.stateOf(runNow())[1];
       return void (await ps.runPage.show(page, { ...at }, otherRuns(), words, openNearest));
     }
-    if (at.page === "prompts") {
-      const gone = (step) => `Step ${step} cannot be opened: it was not exported, and its frames are freed.`;
-      const open = (step) =>
-        runNow().steps.includes(step) ? go({ page: "groups", step, sample: -1, token: -1 }) : notice(gone(step));
-      return void ps.promptsPage(page, await ps.source.history(at), open);
-    }
+    if (at.page === "prompts") return void (await showPrompts(page));
     if (at.page === "dropped") return void ps.droppedPage(page, await ps.source.dropped(at), at);
     if (!runNow().steps.length) return void ps.fill(page, ps.el("p", { class: "empty" }, ps.top.stateOf(runNow())[1]));
     const found = await ps.source.step(at);
@@ -246,28 +283,63 @@
 
   // ---------------------------------------------------------------- news
 
+  let refreshed = 0;
+  let waiting = 0;
+
+  // Ask again for the table on the page, unless the reader is typing in it or has just seen it change.
+  function refresh() {
+    clearTimeout(waiting);
+    const rest = refreshed + REFRESH_MS - Date.now();
+    const isBusy = byId("page").contains(document.activeElement) && document.activeElement.tagName !== "BODY";
+    if (rest > 0 || isBusy) return void (waiting = setTimeout(refresh, Math.max(rest, 1000)));
+    if (!["runs", "prompts", "dropped"].includes(at.page)) return;
+    refreshed = Date.now();
+    const { scrollTop } = byId("page");
+    showPage().then(() => (byId("page").scrollTop = scrollTop), (error) => notice(error.message));
+  }
+
   function told(news) {
+    if (!news.exports.length) return void notice("There is no run in this folder any longer.");
     const before = runNow();
     overview = { ...news, parting: overview.parting };
     const chosen = overview.exports.find((one) => one.name === at.export);
     if (!chosen || !chosen.runs.some((run) => run.run === at.run)) return void follow();
     const run = runNow();
+    const newest = run.steps[run.steps.length - 1];
     // The steps are others when the first one is exported after the plane's own were shown.
     const isFirst = run.steps.length > 0 && !run.steps.includes(at.step);
-    if (isFirst) at.step = run.steps[run.steps.length - 1];
-    if (run.steps.length !== before.steps.length) {
+    const isNew = ps.query.get("follow") === "1" && newest !== undefined && newest !== at.step;
+    if (isFirst) at.step = newest;
+    if (run.steps.length !== before.steps.length || newest !== before.steps[before.steps.length - 1]) {
       ps.source.forgetRun(at);
       if (at.page === "run") ps.runPage.stepped(at);
     }
+    if (run.events !== before.events && at.page === "run") ps.runPage.happened(at);
     drawTop();
-    const state = byId("state");
-    if (state) state.textContent = ps.top.stateOf(run)[1];
-    if (isFirst && at.page !== "run") follow();
+    sayState();
+    if (["runs", "prompts", "dropped"].includes(at.page)) refresh();
+    if (isNew) go({ step: newest, sample: -1, token: -1 });
+    else if (isFirst && at.page !== "run") follow();
+  }
+
+  // New rows of a run: it has just trained a step.
+  function counted(news) {
+    const { export: name, run } = news;
+    const found = overview.exports.find((one) => one.name === name)?.runs.find((one) => one.run === run);
+    if (found) found.last = Date.now() / 1000;
+    sayState();
+    ps.runPage.add(news);
+  }
+
+  function sayState() {
+    const [, words, age] = ps.top.stateOf(runNow());
+    if (byId("state")) byId("state").textContent = words;
+    if (byId("age")) byId("age").textContent = age;
   }
 
   const lineChanged = () => {
     drawTop();
-    if (byId("state")) byId("state").textContent = ps.top.stateOf(runNow())[1];
+    sayState();
   };
 
   // ---------------------------------------------------------------- keys
@@ -308,6 +380,8 @@
       "run, step, groups, samples, prompts, dropped",
       Object.fromEntries(PAGES.map((name, i) => [String(i + 1), page(name)])),
     ],
+    ["0", "table of runs, for a folder of runs", { 0: () => overview.is_many && go({ page: "runs" }) }],
+    ["f", "follow the newest step, while the run goes on", { f: () => followNewest(ps.query.get("follow") !== "1") }],
     ["/", "search", { "/": () => byId("search") && byId("search").focus() }],
     ["t", "light or dark", { t: theme }],
   ];
@@ -317,7 +391,7 @@
     cancelAnimationFrame(resizing);
     resizing = requestAnimationFrame(() => {
       if (at.page === "run") return void ps.runPage.redraw();
-      if (at.page === "step") return void showPage();
+      if (["step", "prompts", "runs"].includes(at.page)) return void showPage();
       if (at.page !== "samples") return;
       ps.list.redraw();
       ps.tokens.resize();
@@ -341,7 +415,8 @@
     if (overview.parting && !location.hash && overview.parting.step !== undefined)
       history.replaceState(null, "", address(partingPlace()));
     await follow();
-    ps.live.start({ overview: told, rows: ps.runPage.add, line: lineChanged });
+    setInterval(sayState, 5000); // ages grow
+    ps.live.start({ overview: told, rows: counted, line: lineChanged });
   }
 
   start();

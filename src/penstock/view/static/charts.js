@@ -56,7 +56,7 @@
 
   // Bars over bins that were counted, heights on a square-root scale so that a single odd token still shows.
   ps.bars = function (canvas, binned, options) {
-    const { format, marks, height: tall, label } = options || {};
+    const { format, marks, centre, height: tall, label } = options || {};
     const { pen, width, height } = prepare(canvas, tall || 84);
     const colour = colours();
     const { low, high, counts, values } = binned;
@@ -75,11 +75,14 @@
     pen.globalAlpha = 1;
     pen.fillStyle = colour.faint;
     pen.fillRect(0, floor, width, 1);
+    const upright = (at, top, tall) => {
+      const x = (at - low) / (high - low);
+      if (x >= 0 && x <= 1) pen.fillRect(x * width - 0.5, top, 1, tall);
+    };
+    pen.fillStyle = colour.ink;
+    for (let y = 0; centre !== undefined && y < floor; y += 6) upright(centre, y, 3);
     pen.fillStyle = colour.warm;
-    for (const mark of marks || []) {
-      const x = (mark - low) / (high - low);
-      if (x >= 0 && x <= 1) pen.fillRect(x * width - 0.5, 0, 1, floor);
-    }
+    for (const mark of marks || []) upright(mark, 0, floor);
     const name = format || ps.number;
     pen.fillStyle = colour.ink;
     pen.textAlign = "left";
@@ -88,11 +91,20 @@
     pen.fillText(name(high), width, height - 3);
     pen.textAlign = "center";
     pen.fillText(values.toLocaleString("en") + (values === 1 ? " value" : " values"), width / 2, height - 3);
+    // The height of the tallest bar is the axis: the scale is a square root, so ticks between would mislead.
+    const tallest = "max " + Math.max(...counts).toLocaleString("en");
+    pen.textAlign = "left";
+    pen.globalAlpha = 0.85;
+    pen.fillStyle = colour.paper;
+    pen.fillRect(0, 0, pen.measureText(tallest).width + 4, 12);
+    pen.globalAlpha = 1;
+    pen.fillStyle = colour.ink;
+    pen.fillText(tallest, 1, 9);
   };
 
   // The same of values that are counted here.
   ps.histogram = function (canvas, values, options) {
-    const { mask, transform, marks } = options || {};
+    const { mask, transform, marks, centre } = options || {};
     const raw = finite(values, mask);
     const shown = (transform ? raw.map(transform) : raw).filter(Number.isFinite);
     let [low, high] = range(shown);
@@ -101,7 +113,8 @@
     const counts = new Float64Array(bins);
     for (const value of shown) counts[Math.min(bins - 1, Math.floor(((value - low) / (high - low)) * bins))] += 1;
     const placed = (marks || []).map((mark) => (transform ? transform(mark) : mark));
-    ps.bars(canvas, { low, high, counts, values: shown.length }, { ...options, marks: placed });
+    const middle = centre !== undefined && transform ? transform(centre) : centre;
+    ps.bars(canvas, { low, high, counts, values: shown.length }, { ...options, marks: placed, centre: middle });
   };
 
   // Trainer against sampler; the diagonal is agreement. A click gives the nearest token.

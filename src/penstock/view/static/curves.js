@@ -2,12 +2,20 @@
 "use strict";
 {
   const minus = (a, b) => a && b && a.map((value, i) => value - b[i]);
+  const over = (a, b) => a && b && a.map((value, i) => value / b[i]);
   const shareOf = (part, rest) => part && rest && part.map((value, i) => value / (value + rest[i]));
 
   // A line is a label and where its numbers may come from, best first: a name of the run's metrics, "@name.field" of
   // an exported step, or a function of such names.
   const CHARTS = [
-    ["Reward", "mean of the step's samples", [["reward", "train/reward", "@reward.mean"]]],
+    [
+      "Reward",
+      "mean of samples: trained in the step, put before it",
+      [
+        ["trained", "train/reward", "@reward.mean"],
+        ["generated", "gen/reward"],
+      ],
+    ],
     ["Loss", "mean over trained tokens", [["loss", "train/loss", "@loss.mean"]]],
     ["Grad norm", "before clipping", [["grad norm", "train/grad_norm", "grad_norm"]]],
     ["Entropy", "mean over trained tokens", [["entropy", "train/entropy", "@entropy.mean"]]],
@@ -83,16 +91,48 @@
     ],
     [
       "Length",
-      "tokens of a sample, exported steps",
+      "tokens of a sample: trained in the step, put before it",
       [
-        ["mean", "@length.mean"],
+        ["trained", (get) => over(get("pack/total_tokens"), get("pack/total_samples")), "@length.mean"],
+        ["generated", "gen/length"],
         ["longest", "@length.max"],
+      ],
+    ],
+    [
+      "Trained tokens of a sample",
+      "mean: trained in the step, put before it",
+      [
+        ["trained", (get) => over(get("train/loss_tokens"), get("pack/total_samples"))],
+        ["generated", "gen/completion_length"],
+      ],
+    ],
+    ["Trains nothing", "share of the step's samples: no advantage", [["share", "@idle"]]],
+    ["Truncated rollouts", "share of samples put before the step", [["truncated", "gen/truncated"]]],
+    ["Seconds of a rollout", "mean of samples put before the step", [["seconds", "gen/seconds"]]],
+    ["Generated samples", "put between two steps", [["samples", "gen/samples"]]],
+    ["On-policy gap", "largest log ratio of samples of the newest version", [["gap", "train/on_policy_gap"]]],
+    ["Packing error", "difference to computing samples one by one", [["error", "train/packing_error"]]],
+    ["Truncated tokens", "of samples longer than seq_len", [["tokens", "pack/truncated_tokens"]]],
+    ["Over the cap", "micro-batches larger than the cap", [["micro-batches", "pack/over_cap"]]],
+    ["Shared tokens", "computed once for several samples", [["tokens", "perf/shared_tokens"]]],
+    ["Trained samples", "of the step", [["samples", "train/samples"]]],
+    [
+      "Groups held",
+      "when the step was planned",
+      [["groups", "buffer/items"]],
+    ],
+    [
+      "Staleness of held groups",
+      "policy versions behind",
+      [
+        ["mean", "buffer/staleness_mean"],
+        ["oldest", "buffer/staleness_max"],
       ],
     ],
     ["Trained tokens", "of the step", [["tokens", "train/loss_tokens", "@loss_tokens"]]],
   ];
   const PACKED = ["tokens", "loss_tokens", "samples"].flatMap((name) => [`pack/local_${name}`, `pack/total_${name}`]);
-  const USED = new Set(["step", "perf/step_s", "perf/padding_tokens", "perf/tokens", ...PACKED]);
+  const USED = new Set(["step", "pack/local_max_micro_batch_tokens", "perf/step_s", "perf/padding_tokens", "perf/tokens", ...PACKED]);
 
   const numbers = (list) => list.map((value) => (value === null || value === undefined ? NaN : value));
 
@@ -106,7 +146,7 @@
         const ys = numbers(found.steps.map((p) => (field ? p[key] && p[key][field] : p[key])));
         return ys.some(Number.isFinite) ? { xs: steps, ys } : null;
       }
-      if (metrics[name]) return { xs: at, ys: numbers(metrics[name]) };
+      if (metrics[name] && metrics[name].some(Number.isFinite)) return { xs: at, ys: numbers(metrics[name]) };
       const own = numbers(found.steps.map((point) => point.metrics[name]));
       return own.some(Number.isFinite) ? { xs: steps, ys: own } : null;
     };
@@ -120,7 +160,7 @@
         continue;
       }
       const ys = source((name) => (found.metrics && found.metrics[name] ? numbers(found.metrics[name]) : null));
-      if (ys) return { label, xs: numbers(found.metrics.step), ys };
+      if (ys && ys.some(Number.isFinite)) return { label, xs: numbers(found.metrics.step), ys };
     }
     return null;
   }
@@ -157,7 +197,17 @@
     return charts;
   };
 
+  // Whether a chart says nothing over time: every line has one value, or one point, at three steps or more.
+  ps.isConstant = function (chart) {
+    if (chart.title === "Reward" || Math.max(...chart.lines.map((line) => line.xs.length)) < 3) return false;
+    return chart.lines.every((line) => {
+      const [low, high] = ps.extent(line.ys, [0, 0]);
+      return high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high));
+    });
+  };
+
   const RECENT = 20;
+  const tenths = (share) => ps.number(Math.round(share * 1000) / 10) + " %";
   const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 
   // One sentence on how the run is doing, from its last steps; empty where nothing is known.
@@ -169,7 +219,7 @@
       return line ? line.ys.filter(Number.isFinite) : [];
     };
     const parts = [];
-    const reward = values("Reward", "reward");
+    const reward = values("Reward", "trained");
     if (reward.length > 2 * RECENT)
       parts.push(
         `Reward went from ${ps.number(mean(reward.slice(0, RECENT)))} to ${ps.number(mean(reward.slice(-RECENT)))}`,
@@ -178,16 +228,24 @@
     const compute = values("Wait against compute", "computing").slice(-RECENT);
     if (wait.length && compute.length) {
       const share = mean(wait) / (mean(wait) + mean(compute) || 1);
-      parts.push(`the trainer waits ${ps.percent(share, 1)} of the time`);
+      parts.push(`the trainer waits ${tenths(share)} of the time`);
     }
     const stale = values("Staleness", "mean").slice(-RECENT);
     if (stale.length) parts.push(`samples are ${ps.number(mean(stale))} policy versions old`);
+    const idle = values("Trains nothing", "share").slice(-RECENT);
+    if (idle.length) parts.push(`${tenths(mean(idle))} of them have no advantage and train nothing`);
     const kl = values("Mismatch KL", "mismatch KL");
     if (kl.length > 2 * RECENT) {
       const [before, now] = [mean(kl.slice(0, RECENT)), mean(kl.slice(-RECENT))];
       const trend = now > 2 * before ? "has risen" : now < before / 2 ? "has fallen" : "is steady";
       parts.push(`mismatch KL ${trend} (${ps.number(now)})`);
     }
+    const [made, used] = ["generated", "trained"].map((label) => values("Length", label).slice(-RECENT));
+    if (made.length && used.length && Math.abs(mean(used) / mean(made) - 1) > 0.05)
+      parts.push(
+        `samples are ${ps.number(Math.round(mean(used)))} tokens long where they are trained and ` +
+          `${ps.number(Math.round(mean(made)))} where they are put: lengths are not trained alike`,
+      );
     const text = parts.join("; ");
     return text && text[0].toUpperCase() + text.slice(1) + ".";
   };

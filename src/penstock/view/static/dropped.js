@@ -11,7 +11,17 @@
   const tokens = ps.newTokens("dropped-tokens", "Tokens of the group that was set aside");
   let at = null;
 
-  function reasons(ledger) {
+  // Mean lengths by what became of samples: a bias shows where trained ones differ from those that came in.
+  function lengths(found) {
+    const of = (name) => (found[name] === undefined ? null : Number(found[name].toPrecision(3)));
+    if (of("accepted") === null) return null;
+    const others = ["committed", "dropped", "quarantined"]
+      .filter((name) => of(name) !== null)
+      .map((name) => ps.number(of(name)) + " " + (name === "committed" ? "trained" : name));
+    return ps.card("mean length", ps.number(of("accepted")), "tokens of a sample accepted; " + others.join(", "));
+  }
+
+  function reasons(ledger, means) {
     const total = Object.values(ledger.dropped).reduce((a, b) => a + b, 0);
     const filtered = Object.values(ledger.discarded).reduce((a, b) => a + b, 0);
     const long = ledger.over_length;
@@ -33,6 +43,7 @@
         `${ps.number(long.truncated_samples)} truncated by ${ps.number(long.truncated_tokens)} tokens, ` +
           `${ps.number(long.dropped_samples)} of ${ps.number(long.dropped_tokens)} tokens dropped`,
       ),
+      lengths(means || {}),
       ps.card("filtered", ps.number(filtered), listed(ledger.discarded) || "none before they were put"),
     );
   }
@@ -112,10 +123,10 @@
     );
     ps.fill(
       element,
-      reasons(found.ledger),
+      reasons(found.ledger, found.lengths),
       ps.el(
         "div",
-        { class: "controls tools" },
+        { class: "controls tools", hidden: !found.groups.length },
         ps.el("label", {}, "reason", box),
         ps.el("span", { class: "dim" }, "the last " + ps.number(found.groups.length) + " groups, newest first"),
       ),

@@ -2,7 +2,7 @@
 "use strict";
 {
   let acts = [];
-  const ANYWHERE = new Set(["1", "2", "3", "4", "5", "6", "[", "]", "t", "?", "/"]);
+  const ANYWHERE = new Set(["0", "1", "2", "3", "4", "5", "6", "[", "]", "f", "t", "?", "/"]);
 
   function help() {
     const dialog = document.getElementById("help");

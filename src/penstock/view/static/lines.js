@@ -1,7 +1,7 @@
 // Lines over steps with axes: ticks, a cursor shared by all charts of the page, a range to look at more closely.
 "use strict";
 {
-  const LEFT = 46;
+  const LEFT = 52;
   const RIGHT = 10;
   const TOP = 8;
   const BOTTOM = 20;
@@ -166,10 +166,12 @@
       pen.globalAlpha = one.faint ? 0.28 : 1;
       pen.lineWidth = one.faint ? 1 : 1.7;
       trace(pen, one.xs, one.ys, x, y);
-      const inside = one.xs.filter((step) => step >= range[0] && step <= range[1]).length;
-      if (inside <= wide / 16)
+      const known = (i) => Number.isFinite(one.ys[i]);
+      const inside = one.xs.filter((step, i) => known(i) && step >= range[0] && step <= range[1]).length;
+      const isAlone = (i) => !known(i - 1) && !known(i + 1); // no line leads to it
+      if (!one.faint)
         one.xs.forEach((step, i) => {
-          if (!Number.isFinite(one.ys[i])) return;
+          if (!known(i) || (inside > wide / 16 && !isAlone(i))) return;
           pen.beginPath();
           pen.arc(x(step), y(one.ys[i]), 2.2, 0, 7);
           pen.fill();

@@ -15,7 +15,7 @@
   const value = (number, digits) => (number === null ? "–" : number.toFixed(digits));
 
   // A small curve, drawn once it is on the page.
-  function spark(values, label) {
+  ps.spark = function (values, label) {
     const canvas = ps.el("canvas", { class: "spark", role: "img", "aria-label": label });
     requestAnimationFrame(() => {
       const { pen, width, height } = ps.prepare(canvas, 22);
@@ -33,6 +33,15 @@
       pen.fillRect(x(values.length - 1) - 2, y(values[values.length - 1]) - 2, 4, 4);
     });
     return canvas;
+  };
+  const { spark } = ps;
+
+  // A name that opens its page over steps. The mark before the name keeps an empty one apart from none.
+  function opening(kind, name) {
+    if (ps.source.isEmbedded) return ps.visible(name || "–");
+    const link = ps.el("button", { type: "button", class: "link", data: { over: kind } }, ps.visible(name || "–"));
+    link.addEventListener("click", () => ps.query.open({ of: kind, name: "=" + name }));
+    return link;
   }
 
   function grid(id, names, rows, numbers) {
@@ -50,7 +59,7 @@
       ps.el(
         "tr",
         {},
-        cell(ps.visible(one.env || "–"), true),
+        cell(opening("env", one.env), true),
         ps.el("td", { class: "name" }, spark(one.curve, "rewards of " + (one.env || "groups without a name"))),
         cell(ps.number(one.groups)),
         cell(value(one.reward, 3)),
@@ -70,7 +79,7 @@
       return ps.el(
         "tr",
         {},
-        cell(ps.visible(one.prompt || "–"), true),
+        cell(opening("prompt", one.prompt), true),
         cell(ps.visible(one.env || "–"), true),
         ps.el("td", { class: "name" }, spark(one.curve, "rewards of this prompt")),
         cell(ps.number(one.groups)),
@@ -80,6 +89,93 @@
     });
     return grid("prompts", names, lines, [0, 0, 0, 1, 1, 1, 1, 1, 1]);
   }
+
+  // ---------------------------------------------------------------- one environment or prompt over steps
+
+  const share = (number) => ps.percent(number, 1);
+  const CHARTS = [
+    ["Reward", "mean of its samples", "reward", ps.number],
+    ["Length", "mean tokens of a sample", "length", ps.number],
+    ["Seconds", "mean of a rollout", "seconds", ps.number],
+    ["Truncated", "share of rollouts that ended by a limit", "truncated", share],
+    ["Without a reward", "share of groups", "unscored", share],
+    ["Groups", "trained in the step", "groups", ps.number],
+  ];
+  const ROWS = 200;
+
+  function panel(title, note, xs, ys, format, open) {
+    const last = [...ys].reverse().find(Number.isFinite) ?? NaN;
+    const canvas = ps.el("canvas", { role: "img", "aria-label": `${title} over steps, latest ${format(last)}` });
+    canvas.dataset.curve = title;
+    const read = ps.el("div", { class: "keys" }, ps.el("span", { class: "key" }, ps.el("b", {}, format(last))));
+    const draw = () => {
+      const range = [xs[0], xs[xs.length - 1]];
+      const colour = ps.palette().lines[0];
+      const scale = ps.drawLines(canvas, [{ xs, ys, colour }], range, false);
+      canvas.onclick = (event) =>
+        open(xs[ps.nearest(xs, scale.back(event.clientX - canvas.getBoundingClientRect().left))]);
+    };
+    requestAnimationFrame(draw);
+    const head = ps.el("div", { class: "head" }, ps.el("h2", {}, title), ps.el("span", { class: "dim small" }, note));
+    return ps.el("section", { class: "panel chart" }, head, read, ps.el("div", { class: "canvas" }, canvas));
+  }
+
+  function stepsTable(found, open) {
+    const names = ["step", "groups", "reward", "tokens", "seconds", "truncated"];
+    const rows = found.steps
+      .map((step, i) => {
+        const link = ps.el("button", { type: "button", class: "link" }, "step " + step);
+        link.addEventListener("click", () => open(step));
+        const truncated = found.truncated[i];
+        return ps.el(
+          "tr",
+          {},
+          ps.el("td", { class: "name" }, link),
+          cell(ps.number(found.groups[i])),
+          cell(value(found.reward[i], 3)),
+          cell(value(found.length[i], 0)),
+          cell(value(found.seconds[i], 1)),
+          cell(truncated === null ? "–" : share(truncated)),
+        );
+      })
+      .reverse();
+    const note = rows.length > ROWS ? `the last ${ROWS} of ${ps.number(rows.length)} steps with it` : "";
+    return [ps.el("p", { class: "dim small" }, note), grid("over-steps", names, rows.slice(0, ROWS), [0, 1, 1, 1, 1, 1])];
+  }
+
+  // The page of one environment or one prompt; a click on a chart or a step opens its groups.
+  ps.overSteps = function (element, found, kind, name, open) {
+    const numbers = (key) => found[key].map((number) => (number === null ? NaN : number));
+    const charts = CHARTS.map(([title, note, key, format]) => [title, note, numbers(key), format])
+      .filter(([title, , ys]) => ys.some(title === "Without a reward" ? Boolean : Number.isFinite))
+      .map(([title, note, ys, format]) => panel(title, note, found.steps, ys, format, open));
+    const unused = Object.entries(found.unused);
+    const lost = unused.reduce((sum, [, count]) => sum + count, 0);
+    const why = unused.map(([reason, count]) => ps.number(count) + " " + ps.visible(reason)).join(", ");
+    const rewards = numbers("reward").filter(Number.isFinite);
+    const back = ps.el("button", { type: "button", class: "link", id: "all-prompts" }, "← all environments and prompts");
+    back.addEventListener("click", () => ps.query.open({ of: null, name: null }));
+    const other =
+      kind === "env"
+        ? ps.card("prompts", ps.number(found.num_prompts), "trained so far")
+        : ps.card("environment", ps.visible(found.envs.join(", ") || "–"), "");
+    ps.fill(
+      element,
+      back,
+      ps.el("h1", {}, (kind === "env" ? "Environment " : "Prompt ") + ps.visible(name || "–")),
+      ps.el(
+        "div",
+        { class: "cards over-steps" },
+        other,
+        ps.card("steps", ps.number(found.steps.length), "with a group of it"),
+        ps.card("groups", ps.number(found.groups.reduce((a, b) => a + b, 0)), "trained"),
+        ps.card("reward", ps.number(rewards[rewards.length - 1]), rewards.length ? "first " + ps.number(rewards[0]) : ""),
+        ps.card("never trained", ps.number(lost), lost ? "groups: " + why : "every group was trained, or waits"),
+      ),
+      ps.el("div", { class: "curves" }, ...charts),
+      ...stepsTable(found, open),
+    );
+  };
 
   ps.promptsPage = function (element, found, open) {
     if (!found.envs) {

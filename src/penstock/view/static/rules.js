@@ -90,6 +90,9 @@
     });
   };
 
+  // The rule to try first: the one that training used, if it is among them.
+  ps.ruleOf = (own) => (own && ps.rules[own.kind] ? own.kind : "dppo");
+
   // The thresholds a sample was trained with, if recorded.
   ps.thresholdsOf = function (sample, name) {
     const own = sample.fields.rule;

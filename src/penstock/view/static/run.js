@@ -61,7 +61,10 @@
   }
 
   function draw(chart) {
-    chart.scale = ps.drawLines(chart.canvas, series(chart), state.range(), state.isLog());
+    if (chart.canvas.clientWidth) {
+      chart.scale = ps.drawLines(chart.canvas, series(chart), state.range(), state.isLog());
+      ps.fill(chart.marks, ...ps.eventMarks(shown[0].found.events || [], chart.scale, state.range(), full[1]));
+    }
     const last = chart.lines[0] && [...chart.lines[0].ys].reverse().find(Number.isFinite);
     chart.canvas.setAttribute(
       "aria-label",
@@ -82,7 +85,7 @@
       if (!many) return ps.el("span", { class: "key" }, value);
       const dot = ps.el("i", {});
       dot.style.background = colours[line.colour % colours.length];
-      const alone = chart.lines.length <= shown.length; // one line of each run
+      const alone = new Set(chart.lines.map((other) => other.run)).size === chart.lines.length;
       const name = shown.length < 2 ? line.label : line.run + (alone ? "" : " " + line.label);
       return ps.el("span", { class: "key" }, dot, ps.visible(name), value);
     });
@@ -154,12 +157,13 @@
     const chart = { ...found, canvas, read: ps.el("div", { class: "keys" }) };
     chart.rule = ps.el("i", { class: "rule", hidden: true });
     chart.band = ps.el("i", { class: "band", hidden: true });
+    chart.marks = ps.el("div", { class: "marks" });
     chart.element = ps.el(
       "section",
       { class: "panel chart" },
       ps.el("div", { class: "head" }, ps.el("h2", {}, found.title), ps.el("span", { class: "dim small" }, found.note)),
       chart.read,
-      ps.el("div", { class: "canvas" }, canvas, chart.rule, chart.band),
+      ps.el("div", { class: "canvas" }, canvas, chart.rule, chart.band, chart.marks),
     );
     listen(chart);
     return chart;
@@ -192,17 +196,18 @@
 
   function png() {
     const ratio = window.devicePixelRatio || 1;
-    const wide = Math.max(...charts.map((chart) => chart.canvas.width));
-    const tall = Math.max(...charts.map((chart) => chart.canvas.height)) + 26 * ratio;
-    const across = Math.min(3, charts.length);
-    const sheet = ps.el("canvas", { width: wide * across, height: tall * Math.ceil(charts.length / across) });
+    const drawn = charts.filter((chart) => chart.canvas.clientWidth);
+    const wide = Math.max(...drawn.map((chart) => chart.canvas.width));
+    const tall = Math.max(...drawn.map((chart) => chart.canvas.height)) + 26 * ratio;
+    const across = Math.min(3, drawn.length);
+    const sheet = ps.el("canvas", { width: wide * across, height: tall * Math.ceil(drawn.length / across) });
     const pen = sheet.getContext("2d");
     const colour = ps.palette();
     pen.fillStyle = colour.paper;
     pen.fillRect(0, 0, sheet.width, sheet.height);
     pen.font = 600 + " " + 13 * ratio + "px system-ui, sans-serif";
     pen.fillStyle = colour.text;
-    charts.forEach((chart, i) => {
+    drawn.forEach((chart, i) => {
       const [x, y] = [(i % across) * wide, Math.floor(i / across) * tall];
       pen.fillText(chart.title, x + 10 * ratio, y + 18 * ratio);
       pen.drawImage(chart.canvas, x, y + 26 * ratio);
@@ -253,8 +258,17 @@
       ps.el("button", { type: "button", id: "csv", on: { click: csv } }, "CSV"),
       ps.el("button", { type: "button", id: "png", on: { click: png } }, "PNG"),
       ps.el("span", { class: "dim", id: "at-step" }, "latest values"),
-      over.length ? ps.el("fieldset", { class: "over" }, ps.el("legend", {}, "together with"), ...over) : null,
+      over.length ? together(over) : null,
     );
+  }
+
+  // The other runs to draw over this one: a few as they are, many behind one word.
+  function together(over) {
+    const chosen = state.over().length;
+    if (over.length < 6)
+      return ps.el("fieldset", { class: "over" }, ps.el("legend", {}, "together with"), ...over);
+    const summary = ps.el("summary", {}, `together with ${chosen} of ${ps.number(over.length)} runs`);
+    return ps.el("details", { class: "chooser", id: "together" }, summary, ps.el("div", {}, ...over));
   }
 
   function redraw() {
@@ -265,20 +279,38 @@
   }
 
   function fill() {
-    const found = merged();
-    full = limits(found);
+    const all = merged();
+    full = limits(all);
+    const flat = all.filter(ps.isConstant);
+    const found = [...all.filter((one) => !flat.includes(one)), ...flat];
+    const moving = found.length - flat.length;
     const same =
-      charts.length && found.length === charts.length && found.every((one, i) => one.title === charts[i].title);
+      charts.length &&
+      found.length === charts.length &&
+      moving === charts.moving &&
+      found.every((one, i) => one.title === charts[i].title);
     if (same) found.forEach((one, i) => (charts[i].lines = one.lines));
     else {
       charts = found.map(panel);
-      ps.fill(page.querySelector(".curves"), ...charts.map((chart) => chart.element));
+      charts.moving = moving;
+      const elements = charts.map((chart) => chart.element);
+      ps.fill(page.querySelector(".curves"), ...elements.slice(0, moving));
+      ps.fill(page.querySelector("#constant .curves"), ...elements.slice(moving));
+      const count = flat.length === 1 ? "1 chart" : ps.number(flat.length) + " charts";
+      page.querySelector("#constant summary").textContent = count + " with constant values";
+      page.querySelector("#constant").hidden = !flat.length;
     }
+    ps.eventList(page.querySelector("#events"), shown[0].found.events || []);
     page.querySelector(".tools").hidden = !charts.length;
     page.querySelector("#verdict").textContent = ps.verdictOf(shown[0].found);
     page.querySelector(".said").textContent = charts.length
-      ? "Drag over a chart to look closer, double-click to see all. A click opens the nearest exported step."
+      ? "Drag over a chart to look closer, double-click to see all. A click opens the nearest step that can be opened."
       : "No number yet: the curves begin when the first step is trained.";
+    redraw();
+  }
+
+  function opened(event) {
+    ps.query.set({ constant: event.target.open ? "1" : null });
     redraw();
   }
 
@@ -303,8 +335,15 @@
         ps.el("p", { class: "state", id: "state", role: "status" }, words),
         ps.el("p", { id: "verdict" }),
         controls(others),
+        ps.el("details", { id: "events", hidden: true }),
         ps.el("p", { class: "dim small said" }),
         ps.el("div", { class: "curves" }),
+        ps.el(
+          "details",
+          { id: "constant", hidden: true, open: ps.query.get("constant") === "1", on: { toggle: opened } },
+          ps.el("summary", {}),
+          ps.el("div", { class: "curves" }),
+        ),
       );
       fill();
     },
@@ -321,6 +360,13 @@
       const known = one.found.steps;
       const first = known.length ? known[known.length - 1].step + 1 : 0;
       known.push(...(await ps.source.points(one.at, first)).steps.filter((point) => point.step >= first));
+      if (page && !page.hidden && page.querySelector(".curves")) fill();
+    },
+    // Something happened to the run since.
+    async happened({ export: name, run }) {
+      const one = shown.find((other) => other.at.export === name && other.at.run === run);
+      if (!one) return;
+      one.found.events = await ps.source.events(one.at);
       if (page && !page.hidden && page.querySelector(".curves")) fill();
     },
     redraw: () => page && page.querySelector(".curves") && redraw(),

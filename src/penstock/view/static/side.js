@@ -186,6 +186,7 @@
       transform: log,
       format: ps.power,
       marks: ps.edgesOf(rule, thresholds).map((edge) => 10 ** edge),
+      centre: 1,
       label: "ratio",
     });
     ps.histogram(parts.kl, c.mismatch_kl || [], {
@@ -206,6 +207,31 @@
       cursor: ps.tokens.cursor(),
     });
   }
+
+  // What only a trainer can say; where it said nothing, how it can.
+  function computed(...sections) {
+    const isKnown = ["trainer_logprobs", "importance_ratio", "is_masked"].some((key) => sample.columns[key]);
+    if (!isKnown) for (const one of sections) one.hidden = true;
+    return isKnown ? sections : [...sections, ps.notExported()];
+  }
+
+  // The lines that make a training loop record what it computes.
+  ps.notExported = () =>
+    ps.el(
+      "section",
+      { class: "panel", id: "not-exported" },
+      ps.el("h2", {}, "From the trainer"),
+      ps.el(
+        "p",
+        { class: "dim small" },
+        "Ratios, mismatch and masks are not recorded here: they need the trainer's log-probabilities. In its loop:",
+      ),
+      ps.el(
+        "pre",
+        {},
+        "exporter = ps.TokenExporter(folder)\nexporter.write(step, batch, terms)\nexporter.close_step(step)",
+      ),
+    );
 
   ps.side = {
     // Fill the column for a sample; `go` opens a token, `changed` hears of the masks of the rule being tried.
@@ -236,10 +262,12 @@
       element.replaceChildren(
         section("Token", parts.token),
         ...[rolloutTable()].filter(Boolean).map((table) => section("Rollout", table)),
-        section("What would be masked", parts.rule, parts.inputs, parts.about, parts.counts),
-        section("Ratio", parts.ratio),
-        section("Mismatch KL", parts.kl),
-        section("Trainer and sampler", parts.scatter),
+        ...computed(
+          section("What would be masked", parts.rule, parts.inputs, parts.about, parts.counts),
+          section("Ratio", parts.ratio),
+          section("Mismatch KL", parts.kl),
+          section("Trainer and sampler", parts.scatter),
+        ),
       );
       const own = sample.fields.rule && sample.fields.rule.kind;
       choose(ps.rules[own] ? own : own === "opd" ? "dppo" : rule);

@@ -12,7 +12,9 @@
     });
     embedded.answers = Object.fromEntries(asked);
   }
-  const FRESH = new Set(["overview", "points", "dropped", "whatif", "search"]); // never cached
+  const FRESH = new Set([
+    ...["overview", "runs", "events", "points", "dropped", "history", "over_steps", "whatif", "search"],
+  ]); // never cached
 
   // Retry once without a response: tunnels and idle connections break now and then.
   async function get(address) {
@@ -112,12 +114,15 @@
   ps.source = {
     isEmbedded: Boolean(embedded),
     overview: () => ask("overview"),
+    runs: () => ask("runs"),
     run: (at) => ask("run", ofRun(at)),
+    events: (at) => ask("events", ofRun(at)),
     points: (at, first) => ask("points", { ...ofRun(at), first }),
     step: (at) => ask("step", ofStep(at)),
     group: (at, group) => ask("group", { ...ofStep(at), group }),
     dropped: (at) => ask("dropped", ofRun(at)),
     history: (at) => ask("history", ofRun(at)),
+    overSteps: (at, of, name) => ask("over_steps", { ...ofRun(at), of, name }),
     droppedGroup: async (at, group) =>
       (await ask("dropped_group", { ...ofRun(at), group })).samples.map((one) => opened(one)),
     sample: async (at) => opened(await ask("sample", { ...ofStep(at), sample: at.sample })),

@@ -116,9 +116,10 @@
       redraw();
       recount(counts);
     };
+    const own = ps.ruleOf(found.rule);
     const choose = (name) => {
       rule = name;
-      thresholds = { ...ps.rules[name].inputs };
+      thresholds = ps.thresholdsOf({ fields: found }, name);
       about.textContent = "Masks a trained token " + ps.rules[name].about + ".";
       inputs.replaceChildren(...ps.thresholdBoxes(thresholds, changed, "step-threshold-"));
       changed();
@@ -127,7 +128,7 @@
       "step-rule",
       "Rule",
       Object.entries(ps.rules).map(([name, one]) => [name, one.label]),
-      rule || "dppo",
+      rule || own,
       choose,
     );
     const element = ps.panel(
@@ -138,7 +139,7 @@
       about,
       counts,
     );
-    return [element, () => choose(rule || "dppo")];
+    return [element, () => choose(rule || own)];
   }
 
   // ---------------------------------------------------------------- the page
@@ -156,6 +157,7 @@
       height: 130,
       format: ps.power,
       marks: ps.edgesOf(rule, thresholds),
+      centre: 0,
       label: "ratio of all trained tokens",
     });
     ps.bars(drawn.kl, histograms.mismatch_kl || none, {
@@ -187,18 +189,20 @@
             "Ranks down, micro-steps across. Blocks are samples, hatching is padding, the empty rest is waiting. Click a micro-batch for its samples.",
             drawn.grid,
           )
-        : ps.panel("Packed grid", "This export has no markers, so how it was packed is not known."),
-      ps.el(
-        "div",
-        { class: "two" },
-        ps.el(
-          "div",
-          {},
-          ps.panel("Ratio", "all trained tokens, by powers of ten", drawn.ratio),
-          ps.panel("Mismatch KL", "all trained tokens, by powers of ten", drawn.kl),
-        ),
-        tried,
-      ),
+        : ps.panel("Packed grid", "How this step was packed is not recorded: it comes with a rank's export."),
+      Object.keys(found.histograms).length
+        ? ps.el(
+            "div",
+            { class: "two" },
+            ps.el(
+              "div",
+              {},
+              ps.panel("Ratio", "all trained tokens, by powers of ten", drawn.ratio),
+              ps.panel("Mismatch KL", "all trained tokens, by powers of ten", drawn.kl),
+            ),
+            tried,
+          )
+        : ps.notExported(),
       ps.el(
         "div",
         { class: "two" },

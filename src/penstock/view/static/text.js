@@ -78,6 +78,35 @@ const ps = {};
     return low > high ? other : [low, high];
   };
 
+  // How long ago a Unix time is.
+  ps.ago = function (at) {
+    const seconds = Math.max(0, Date.now() / 1000 - at);
+    const [amount, unit] =
+      seconds < 90
+        ? [seconds, "s"]
+        : seconds < 5400
+          ? [seconds / 60, "min"]
+          : seconds < 129600
+            ? [seconds / 3600, "h"]
+            : [seconds / 86400, "days"];
+    return Math.round(amount) + " " + unit + " ago";
+  };
+
+  // A duration in seconds, as short as it can be read.
+  ps.duration = (seconds) =>
+    seconds < 120
+      ? Math.round(seconds) + " s"
+      : seconds < 7200
+        ? Math.round(seconds / 60) + " min"
+        : Math.round(seconds / 360) / 10 + " h";
+
+  // A Unix time: the clock today, with the date before today.
+  ps.clock = function (at) {
+    const time = new Date(at * 1000);
+    const isToday = time.toDateString() === new Date().toDateString();
+    return isToday ? time.toLocaleTimeString() : time.toLocaleString();
+  };
+
   ps.bytes = (value) => (Number.isFinite(value) ? ps.number(Number((value / 1e6).toPrecision(4))) + " MB" : "–");
 
   ps.percent = (part, whole) => (whole ? ps.number(Number(((100 * part) / whole).toPrecision(3))) + " %" : "–");

@@ -1,53 +1,77 @@
 // The top bar: which run and step, the pages, and whether the run goes on.
 "use strict";
 {
-  const NAMES = { run: "Run", step: "Step", groups: "Groups", samples: "Samples", prompts: "Prompts", dropped: "Dropped" };
+  const NAMES = { runs: "Runs", run: "Run", step: "Step", groups: "Groups", samples: "Samples", prompts: "Prompts", dropped: "Dropped" };
 
-  // The run's state as a label and as a sentence.
-  function stateOf(run) {
-    if (ps.source.isEmbedded) return ["", "A part of a run, in one file."];
-    const said = run.state;
-    const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
-    const lost = ps.live.isOpen() ? "" : " Nobody answers at the address of this page; it tries again by itself.";
-    const count = run.steps.length + (run.steps.length === 1 ? " step" : " steps");
-    const exported =
-      run.source === "plane"
-        ? count +
-          " read from the plane: tokens as they were put, while their frames are kept. What the trainer computed, such" +
-          " as its log-probabilities, needs a TokenExporter."
-        : run.steps.length
-          ? run.steps.length + (run.steps.length === 1 ? " exported step." : " exported steps.")
-          : "Nothing was exported yet; it appears here when it is.";
-    if (!said) return [lost ? "offline" : "", exported + lost];
-    const took = said.ended ? ", after " + ps.number(Math.round(said.ended - said.began)) + " s" : "";
-    const words = {
-      running: "Running since " + clock(said.began) + ".",
-      finished: "Finished at " + clock(said.ended) + took + ".",
-      stopped: "Stopped at " + clock(said.ended) + took + "; it can be continued.",
-      failed: "Ended with an error at " + clock(said.ended) + took + "; see its logs.",
-      gone: "Its process is gone, and did not say why.",
+  const PLANE = " read from the plane: tokens as they were put, while their frames are kept. What the trainer computed, such" +
+    " as its log-probabilities, needs a TokenExporter.";
+
+  function stepsOf(run) {
+    const count = ps.number(run.steps.length) + (run.steps.length === 1 ? " step" : " steps");
+    if (run.source === "plane") return count + PLANE;
+    if (run.steps.length) return count.replace(" step", " exported step") + ".";
+    return "No step has been exported yet; the first appears here when it comes.";
+  }
+
+  function sentence(run, said) {
+    const ran = said.earlier_s + (said.ended ?? 0) - said.began;
+    const end = said.ended ? `${ps.clock(said.ended)} (${ps.ago(said.ended)}), after ${ps.duration(ran)}` : "";
+    const starts = said.earlier_s ? " over all its starts" : "";
+    const last = run.last ? ` Last step ${ps.ago(run.last)}.` : "";
+    return {
+      running: (said.of === "plane" ? "Its plane runs" : "Running") + ` since ${ps.clock(said.began)}.` + last,
+      finished: `Finished at ${end}${starts}.`,
+      stopped: (said.of === "plane" ? "Its plane was closed" : "Stopped") + ` at ${end}${starts}; it can be continued.`,
+      failed: `Ended with an error at ${end}${starts}; see its logs.`,
+      gone:
+        (said.of === "plane" ? "Its plane is gone: it ended without closing its log." : "Its process is gone, and did not say why.") +
+        (said.ended ? ` Last sign of it ${ps.ago(said.ended)}.` : ""),
     }[said.state];
+  }
+
+  // The run's state as a label, as a sentence, and how old it is.
+  function stateOf(run) {
+    if (ps.source.isEmbedded) return ["", "A part of a run, in one file.", ""];
+    const said = run.state;
+    const lost = ps.live.isOpen() ? "" : " The server of this page does not answer; it tries again by itself.";
+    const age = run.last ? ps.ago(run.last) : "";
+    if (!said) {
+      const last = run.last ? ` Last step ${age}.` : "";
+      return [lost ? "offline" : "", stepsOf(run) + last + lost, age];
+    }
     const word = said.state === "running" ? (lost ? "offline" : "live") : said.state;
-    const none = " No step has been exported yet; the first appears here when it comes.";
-    const steps = run.source === "plane" ? " " + exported : run.steps.length ? "" : none;
+    const steps = run.source === "plane" || !run.steps.length ? " " + stepsOf(run) : "";
     const again = lost && said.state !== "running" ? " `penstock view` with its folder shows it again." : lost;
-    return [word, words + steps + again];
+    return [word, sentence(run, said) + steps + again, said.ended ? ps.ago(said.ended) : age];
   }
 
   // Boxes to choose from: exports where there are several, runs of the chosen one where there are several.
   function pickers({ at, overview, go }, chosen) {
     const other = { sample: -1, token: -1 };
+    if (at.page === "runs") return [];
     const exports = overview.exports.map((one) => [one.name, one.name]);
     const runs = chosen.runs.map((one) => [one.run, one.run === "" ? chosen.folder : one.run]);
     const found = [];
     if (exports.length > 1)
-      found.push(ps.select("export", "Export", exports, at.export, (value) => go({ export: value, ...other })));
+      found.push(ps.select("export", overview.is_many ? "Run" : "Export", exports, at.export, (value) => go({ export: value, ...other })));
     if (runs.length > 1) found.push(ps.select("run", "Run", runs, at.run, (value) => go({ run: value, ...other })));
     return found.length ? found : [ps.el("span", { class: "dim where" }, ps.visible(chosen.folder))];
   }
 
   const button = (id, label, text, click) =>
     ps.el("button", { type: "button", id, "aria-label": label, title: label, on: { click } }, text);
+
+  // The button that goes with the newest step as it comes. It is there while the run goes on.
+  function follow({ at, run, followNewest }) {
+    const newest = run.steps[run.steps.length - 1];
+    if (!run.state || run.state.state !== "running" || newest === undefined || at.page === "run") return null;
+    const isOn = ps.query.get("follow") === "1";
+    const text = isOn ? "following" : newest === at.step ? "follow" : "newest: " + newest;
+    const found = button("follow", "Go to the newest step, and on as steps come", text, () => followNewest(!isOn));
+    found.setAttribute("aria-pressed", String(isOn));
+    if (isOn) found.className = "on";
+    return found;
+  }
 
   ps.top = {
     stateOf,
@@ -56,8 +80,11 @@
       if (element.querySelector("#step:focus")) return; // a box that is open is left alone
       const word = run.run === "(evaluation)" ? "version " : "step ";
       const steps = run.steps.map((number) => [String(number), word + number]).reverse();
-      const open = (value) => go({ step: Number(value), sample: -1, token: -1 });
-      const tabs = Object.entries(NAMES).map(([name, text]) => {
+      const open = (value) => {
+        document.activeElement.blur();
+        go({ step: Number(value), sample: -1, token: -1 });
+      };
+      const tabs = Object.entries(NAMES).filter(([name]) => name !== "runs" || overview.is_many).map(([name, text]) => {
         const on = at.page === name;
         const href = address({ ...at, page: name });
         return ps.el(
@@ -66,7 +93,8 @@
           text,
         );
       });
-      const [state, words] = stateOf(run);
+      const [state, words, age] = stateOf(run);
+      const isTable = at.page === "runs";
       ps.fill(
         element,
         ps.el("span", { class: "brand" }, "penstock"),
@@ -74,14 +102,16 @@
           page,
           overview.exports.find((one) => one.name === at.export),
         ),
-        steps.length ? ps.select("step", "Step", steps, String(at.step), open) : null,
+        steps.length && !isTable ? ps.select("step", "Step", steps, String(at.step), open) : null,
+        isTable ? null : follow(page),
         ps.el("nav", { "aria-label": "Pages" }, ...tabs),
         ps.el("span", { class: "grow" }),
-        state ? ps.el("span", { class: "word " + state, id: "live", title: words }, state) : null,
+        state && !isTable ? ps.el("span", { class: "word " + state, id: "live", title: words }, state) : null,
+        isTable ? null : ps.el("span", { class: "dim small", id: "age", title: words }, age),
         overview.parting && overview.parting.step !== undefined
           ? button("parting", "Where the runs first differ", "where they differ", page.openParting)
           : null,
-        button("show-list", "List of samples  (l)", "☰", page.toggleList),
+        button("show-list", "List of samples  (l)", "☰ samples", page.toggleList),
         button("theme", "Light or dark  (t)", "◐", page.theme),
         button("show-help", "Keyboard  (?)", "?", ps.keys.help),
       );

@@ -1,0 +1,105 @@
+// The table of runs of a folder: which run, which ended, how far they are, and what reward they have now.
+"use strict";
+{
+  const ORDERS = {
+    last: ["latest change first", (a, b) => (b.last ?? 0) - (a.last ?? 0)],
+    name: ["name", (a, b) => a.export.localeCompare(b.export)],
+    reward: ["highest reward", (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity)],
+    step: ["most steps", (a, b) => (b.step ?? 0) - (a.step ?? 0)],
+  };
+  let found = null;
+  let go = () => {};
+
+  const cell = (content, name) => ps.el("td", { class: name ? "name" : "" }, content);
+
+  function rowOf(run, chosen, changed) {
+    const box = ps.el("input", { type: "checkbox", checked: chosen.has(run.key), "aria-label": "draw " + run.name });
+    box.addEventListener("change", () => {
+      if (box.checked) chosen.add(run.key);
+      else chosen.delete(run.key);
+      changed();
+    });
+    const open = ps.el("button", { type: "button", class: "link", data: { open: run.key } }, ps.visible(run.name));
+    open.addEventListener("click", () => go(run));
+    const state = run.state ? (run.state.state === "running" ? "live" : run.state.state) : "";
+    const took = run.state ? run.state.earlier_s + ((run.state.ended ?? Date.now() / 1000) - run.state.began) : null;
+    return ps.el(
+      "tr",
+      {},
+      cell(box),
+      cell(open, true),
+      cell(state ? ps.el("span", { class: "word " + state }, state) : "–", true),
+      cell(ps.number(run.step)),
+      cell(ps.number(run.reward)),
+      cell(ps.spark(run.curve, "rewards of the last steps of " + run.name), true),
+      cell(run.last === null ? "–" : ps.ago(run.last)),
+      cell(took === null ? "–" : ps.duration(took)),
+      cell(ps.number(run.events)),
+    );
+  }
+
+  const NAMES = ["", "run", "state", "last step", "reward now", "last steps", "last change", "ran for", "events"];
+  const LEFT = new Set([1, 2, 5]);
+
+  // Show the table; `open` is called with a run, and with the keys of others to draw together with it.
+  ps.runsPage = function (element, answer, open) {
+    found = answer.runs.map((run) => ({
+      ...run,
+      name: run.export + (run.run ? " / " + run.run : ""),
+      key: run.export + "/" + run.run,
+    }));
+    const chosen = new Set();
+    go = (run) => open(run, []);
+    const list = ps.el("div", {});
+    const find = ps.el("input", { id: "find-run", placeholder: "part of a name", value: ps.query.get("find") || "" });
+    const draw = ps.el("button", { type: "button", id: "draw-together", disabled: true }, "draw chosen together");
+    draw.addEventListener("click", () => {
+      const all = found.filter((run) => chosen.has(run.key));
+      open(all[0], all.slice(1).map((run) => run.key));
+    });
+    const fill = () => {
+      const wanted = find.value.toLowerCase();
+      const [, order] = ORDERS[ps.query.get("order")] || ORDERS.last;
+      const rows = found.filter((run) => run.name.toLowerCase().includes(wanted)).sort(order);
+      const changed = () => (draw.disabled = chosen.size < 2);
+      const head = NAMES.map((name, i) => ps.el("th", { scope: "col", class: LEFT.has(i) ? "name" : "" }, name));
+      ps.fill(
+        list,
+        ps.el(
+          "div",
+          { class: "table" },
+          ps.el(
+            "table",
+            { class: "grid", id: "runs" },
+            ps.el("thead", {}, ps.el("tr", {}, ...head)),
+            ps.el("tbody", {}, ...rows.map((run) => rowOf(run, chosen, changed))),
+          ),
+        ),
+      );
+    };
+    find.addEventListener("input", () => {
+      ps.query.set({ find: find.value || null });
+      fill();
+    });
+    const orders = Object.entries(ORDERS).map(([key, [text]]) => [key, text]);
+    const order = ps.select("run-order", "Order", orders, ps.query.get("order") || "last", (value) => {
+      ps.query.set({ order: value });
+      fill();
+    });
+    const count = ps.number(found.length) + (found.length === 1 ? " run" : " runs");
+    const more = answer.left_out ? `; ${ps.number(answer.left_out)} that changed earlier are left out` : "";
+    ps.fill(
+      element,
+      ps.el(
+        "div",
+        { class: "controls tools" },
+        ps.el("label", {}, "order", order),
+        ps.el("label", {}, "find", find),
+        draw,
+        ps.el("span", { class: "dim", role: "status" }, count + more),
+      ),
+      list,
+    );
+    fill();
+  };
+}

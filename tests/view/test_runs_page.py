@@ -1,0 +1,118 @@
+"""A folder of runs in real Chromium: the table, runs that begin and end while it is open, events, newest steps."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.view import note_death
+from penstock.view.library import Library, run_folders
+from penstock.view.run_files import at_work
+from penstock.view.runs_table import runs_table
+from penstock.view.web import serving
+from tests.support.browser import keep_pictures, wait_until
+from tests.support.exports import make_export
+from tests.view.run_pages import ARTIFACTS, address, metrics, write_lines
+
+pytestmark = pytest.mark.process
+
+
+def text_of(page: Any, run: str) -> list[str]:
+    found: list[str] = page.eval_on_selector_all(
+        f'#runs tr:has([data-open="{run}/"]) td', "all => all.map(one => one.textContent)"
+    )
+    return found
+
+
+def test_a_folder_of_runs_is_a_table_that_follows_them(page: Any, tmp_path: Path) -> None:
+    write_lines(tmp_path / "old" / "metrics.jsonl", [metrics(step) for step in range(1, 41)])
+    os.utime(tmp_path / "old" / "metrics.jsonl", (1e9, 1e9))
+    (tmp_path / "notes").mkdir()
+    now = tmp_path / "now"
+    now.mkdir()
+    with at_work(now):
+        make_export(now, steps=2, ranks=1, groups=2, size=2)
+        with serving(Library(folder=tmp_path)) as (url, _, _):
+            page.goto(url)
+            page.wait_for_selector("#runs")
+            assert page.locator("#runs tbody tr").count() == 2 and page.locator("#tab-runs.on").count() == 1
+            assert text_of(page, "now")[2:4] == ["live", "2"]
+            assert text_of(page, "old")[2:5] == ["–", "40", "0.7364"] and text_of(page, "old")[6].endswith("days ago")
+            keep_pictures(page, ARTIFACTS, "runs")
+            write_lines(tmp_path / "later" / "metrics.jsonl", [metrics(1)])
+            page.wait_for_selector('[data-open="later/"]')
+            page.click('[data-open="now/"]')
+            page.wait_for_selector(".chart")
+            assert page.text_content("#live") == "live"
+            page.click("#tab-step")
+            page.wait_for_selector("#step-counts table")
+            page.click("#follow")
+            address(page, "follow=1")
+            make_export(now, steps=3, ranks=1, groups=2, size=2)
+            address(page, "/3?")
+            wait_until(page, "document.querySelector('#step').value === '3'")
+            page.keyboard.press("0")
+            page.wait_for_selector("#runs")
+            for name in ("old", "later"):
+                page.check(f'#runs tr:has([data-open="{name}/"]) input')
+            page.click("#draw-together")
+            page.wait_for_selector(".chart")
+            wait_until(page, "document.querySelectorAll('.chart .key').length > 2")
+    assert page.errors == []
+
+
+def test_a_run_is_no_folder_of_runs_and_what_is_no_run_is_left_out(tmp_path: Path) -> None:
+    write_lines(tmp_path / "runs" / "a" / "metrics.jsonl", [{"step": 3, "train/reward": 0.5}, {"step": 4}])
+    (tmp_path / "runs" / "empty").mkdir()
+    assert list(run_folders(tmp_path / "runs")) == ["a"] and run_folders(tmp_path / "runs" / "a") == {}
+    library = Library(folder=tmp_path / "runs")
+    (row,) = runs_table(library)["runs"]
+    assert (row["export"], row["step"], row["reward"], row["state"]) == ("a", 4, 0.5, None)
+    write_lines(tmp_path / "runs" / "b" / "metrics.jsonl", [{"step": 1}])
+    assert [row["export"] for row in runs_table(library)["runs"]] == ["a", "b"]
+
+
+def test_events_are_marked_on_the_curves_and_constant_charts_wait_behind_one_line(page: Any, tmp_path: Path) -> None:
+    home = tmp_path / "run"
+    write_lines(home / "metrics.jsonl", [metrics(step) for step in range(1, 41)])
+    note_death(home, step=12, what="worker-0 was killed (SIGKILL)")
+    with serving(Library(folder=tmp_path)) as (url, _, _):
+        page.goto(url + "#/run/run/~/0")
+        page.wait_for_selector('[data-curve="Reward"] ~ .marks .event')
+        assert page.text_content("#events summary").startswith("1 kill: ")
+        mark = page.locator('[data-curve="Reward"] ~ .marks .event')
+        assert "step 12: worker-0 was killed (SIGKILL)" in mark.get_attribute("data-text")
+        mark.hover()
+        style = "getComputedStyle(document.querySelector('.event:hover'), '::after').content"
+        wait_until(page, f"{style}.includes('worker-0')")
+        keep_pictures(page, ARTIFACTS, "events")
+        note_death(home, step=30, what="plane was killed (SIGKILL)")
+        wait_until(page, "document.querySelectorAll('[data-curve=\"Reward\"] ~ .marks .event').length === 2")
+        assert page.text_content("#constant summary") == "5 charts with constant values"
+        assert page.locator('#constant [data-curve="Staleness"]').count() == 1 and not page.is_visible(
+            "#constant canvas"
+        )
+        page.click("#constant summary")
+        page.wait_for_selector("#constant canvas")
+        wait_until(page, "document.querySelector('#constant canvas').height > 100")
+        address(page, "constant=1")
+        keep_pictures(page, ARTIFACTS, "constant")
+    assert page.errors == []
+
+
+def test_a_run_whose_launcher_was_killed_is_said_to_be_gone(page: Any, tmp_path: Path) -> None:
+    home = tmp_path / "run"
+    write_lines(home / "metrics.jsonl", [metrics(step) for step in range(1, 4)])
+    with at_work(home), serving(Library(folder=tmp_path)) as (url, _, _):
+        page.goto(url + "#/run/run/~/0")
+        wait_until(page, "document.querySelector('#live')?.textContent === 'live'")
+        state = json.loads((home / "state.json").read_text())
+        (home / "state.json").write_text(json.dumps(state | {"pid": 2**22 - 3}))
+        wait_until(page, "document.querySelector('#live')?.textContent === 'gone'")
+        assert "Its process is gone, and did not say why. Last sign of it" in page.text_content("#state")
+        assert page.text_content("#age").endswith(" ago")
+    assert page.errors == []
