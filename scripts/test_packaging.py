@@ -57,7 +57,12 @@ SMOKE = {
     "testing": "import penstock.testing.strategies",
     "bench": "import benchmarks.replay, benchmarks.pack",
 }
-PAGES = {"docs/integrations/verifiers.md": "verifiers,demo"}
+PAGES = {
+    "docs/first-half-hour.md": "demo",
+    "docs/half-hour-own-loop.md": "torch,view",
+    "docs/half-hour-trl.md": "trl,view",
+    "docs/integrations/verifiers.md": "verifiers,demo",
+}
 """Pages whose commands are run where only the wheel with these extras is."""
 TRL_STEPS = 30
 """Enough that it is killed before its end."""
@@ -164,7 +169,7 @@ def test_extra(wheel: Path, folder: Path, extra: str) -> bool:
 
 
 def test_trl_script(environment: Environment, empty: Path) -> bool:
-    """The script of docs/integrations/trl.md in an empty folder: it trains, is killed, and continues to its end."""
+    """The script of docs/half-hour-trl.md in an empty folder: it trains, is killed, and continues to its end."""
     empty.mkdir()
     shutil.copy(ROOT / "examples" / "trl_train.py", empty)
     command = [str(environment.python), "trl_train.py", str(TRL_STEPS)]
