@@ -12,7 +12,7 @@ help:
 	@echo "make test-fast        the tests without processes, browser and models: under 90 s on two idle cores"
 	@echo "make test-ray         the tests on a real Ray cluster of this machine, in .venv-ray: on loopback, and the demo also on a host with an address"
 	@echo "make test-packaging   build the package and try it in fresh environments, on every Python that is found"
-	@echo "make test-integrations       NeMo-Gym, TransferQueue and verl, with those packages in an environment of their own"
+	@echo "make test-integrations       NeMo-Gym, TransferQueue, verl, TRL and peft, with those packages in an environment of their own"
 	@echo "make test-canary      newest releases and pre-releases of the packages that integrations touch, each in its own environment"
 	@echo "make test-pages       every page of an integration with the built wheel in an empty folder, as it is and with kill -9"
 	@echo "make bench   set up, then measure against rivals on this machine"

@@ -68,7 +68,7 @@ def main(folder, model, steps):
                 exporter.write(step, batch, terms, policy_version=number - 1)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step(), optimizer.zero_grad()
-            exporter.close_step(step)
+            exporter.close_step(step), exporter.flush()  # on disk before the checkpoint
             if number % 10 == 0 or number == steps:  # before the commit: a restart resumes at the last checkpoint
                 torch.save(((model.state_dict(), optimizer.state_dict()), number), folder / "new.pt")
                 (folder / "new.pt").replace(checkpoint)

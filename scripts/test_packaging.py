@@ -4,7 +4,7 @@
 
 - Without extras, on every Python from 3.11 up that is found: the tests of the core, as they lie in the sdist.
 - With each extra: what it brings can be imported, and so can the modules of ours that need it.
-- The page of the first half hour: every command of it, in an empty folder. `make test-pages` has those of integrations.
+- Pages for a first half hour: every command of theirs, in an empty folder. `make test-pages` has those of integrations.
 
 Everything happens in a temporary folder. Versions are those of constraints.txt.
 """
@@ -55,7 +55,11 @@ SMOKE = {
     "testing": "import penstock.testing.strategies",
     "bench": "import benchmarks.replay, benchmarks.pack",
 }
-PAGES = {"docs/first-half-hour.md": "demo"}
+PAGES = {
+    "docs/first-half-hour.md": "demo",
+    "docs/half-hour-own-loop.md": "torch,view",
+    "docs/half-hour-trl.md": "trl,view",
+}
 """Pages whose commands are run where only the wheel with these extras is."""
 
 

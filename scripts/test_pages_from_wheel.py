@@ -137,18 +137,26 @@ def expect_in(printed: str, wanted: str) -> None:
 
 
 def trl(trial: Trial) -> None:
-    _, script, advantages, export = trial.blocks()
-    expect_in(trial.run("python", trial.file("trl_train.py", script)), "step 8: 64 samples trained\n")
+    _, advantages, export = trial.blocks()
+    expect_in(trial.run("python", _trl_script(trial)), "step 8: 64 samples trained\n")
     expect_in(trial.run("python", "-c", advantages), "[1.0, -1.0, -1.0, 1.0]\n")
     trial.run("python", trial.file("export.py", export))
     trial.run("penstock", "tokens", "tokens")
 
 
 def trl_killed(trial: Trial) -> str:
-    command = ("python", trial.file("trl_train.py", trial.blocks()[1]), "30")
+    command = ("python", _trl_script(trial), "30")
     trial.kill(*command, when=trial.has("out/checkpoint-3/trainer_state.json"))
     expect_in(trial.run(*command), "step 30: 240 samples trained\n")
     return "trainer, after checkpoint 3 of 30: 240 of 240 samples trained"
+
+
+def _trl_script(trial: Trial) -> str:
+    """The script is on the page with a transcript, which the page of the integration links."""
+    (script,) = (
+        block.code for block in blocks((DOCS.parent / "half-hour-trl.md").read_text()) if "Durable(" in block.code
+    )
+    return trial.file("trl_train.py", script)
 
 
 def transformers(trial: Trial) -> None:

@@ -37,6 +37,20 @@ def test_quickstart_runs() -> None:
     assert done.stdout == "[11 12 13 21 22 11 12 13 21 22 11 12 13 21 22 11 12 13 21 22] [5 5 5 5] 8\n"
 
 
+def words(text: str) -> int:
+    """Words of a page: code counts, bars of tables and lines of boxes do not."""
+    return sum(any(letter.isalnum() for letter in word) for word in text.split())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_has_more_than_2500_words(page: Path) -> None:
+    assert words(page.read_text()) <= 2500
+
+
+def test_the_readme_has_at_most_900_words_before_its_links() -> None:
+    assert words((ROOT / "README.md").read_text().split("## Documentation")[0]) <= 900
+
+
 def test_diagram_of_imports_is_that_of_the_code() -> None:
     page = make_diagram.PAGE.read_text()
     assert make_diagram.updated(page) == page, "run scripts/make_diagram.py"

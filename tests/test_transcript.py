@@ -20,6 +20,12 @@ def test_a_new_users_first_half_hour_goes_as_its_page_says(tmp_path: Path) -> No
     assert run_page(PAGE, tmp_path) >= 15
 
 
+@pytest.mark.timeout(600)
+def test_half_an_hour_with_an_own_loop_goes_as_its_page_says(tmp_path: Path) -> None:
+    """The loop is killed and continued, and does not differ from one that was not killed."""
+    assert run_page(ROOT / "docs" / "half-hour-own-loop.md", tmp_path) == 12
+
+
 @pytest.mark.release
 @pytest.mark.timeout(900)
 def test_rollouts_with_verifiers_go_as_their_page_says(tmp_path: Path) -> None:

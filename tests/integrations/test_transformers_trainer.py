@@ -207,6 +207,7 @@ def test_without_a_checkpoint_training_begins_where_it_is_told_to(plane: ps.Plan
         def close_step(self, step: Step) -> None:
             digests[-1].append(step.digest)
 
+        def flush(self) -> None: ...
         def close(self) -> None: ...
 
     for first, steps in ((1, 2), (1, 2), (None, 1), (2, 2)):

@@ -140,7 +140,7 @@ def test_the_script_of_the_page_is_killed_and_continues(tmp_path: Path) -> None:
     assert len(put) >= 4 and not {f"trl-{index}" for index in again} & put
     run = read_run(tmp_path / "run")
     assert len({row["id"] for row in run["groups"]}) == len(run["groups"]) and run["ledger"]["balanced"]
-    page = (ROOT / "docs" / "integrations" / "trl.md").read_text()
+    page = (ROOT / "docs" / "half-hour-trl.md").read_text()
     assert (ROOT / "examples" / "trl_train.py").read_text().split('"""\n\n', 1)[1] in page
 
 

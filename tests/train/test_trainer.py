@@ -35,6 +35,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.steps: dict[int, list[tuple[str, tuple[str, ...]]]] = {}
+        self.flushed: list[int] = []
+        """The last step before each checkpoint."""
 
     def write(self, step: Step, batch: MicroBatch, terms: Terms, *, policy_version: int) -> None:
         assert policy_version == step.number - 1 and terms.loss.shape[-1] == batch.num_tokens
@@ -42,6 +44,9 @@ class Recorder:
 
     def close_step(self, step: Step) -> None:
         assert step.number in self.steps
+
+    def flush(self) -> None:
+        self.flushed.append(max(self.steps, default=0))
 
     def close(self) -> None:
         return None
@@ -105,6 +110,7 @@ def test_a_run_that_was_stopped_continues_as_if_it_had_not_been(tmp_path: Path) 
     second, resumed = run(tmp_path / "b", 12, groups)
     assert sorted(second.steps) == list(range(7, 13))
     assert {**first.steps, **second.steps} == whole.steps
+    assert set(whole.flushed) == {3, 6, 9, 12}  # before each checkpoint
     assert weights.keys() == resumed.keys()
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 

@@ -441,7 +441,8 @@ class PlaneLoop:
             coordinator.waiting_for = staged
             if engine.is_full and engine.last_step < engine.next_step:
                 reason = (
-                    f"can never be filled: {staged}, and no more groups may be held; raise max_held_bytes or capacity"
+                    f"can never be filled: the plane is full and the step waits for {staged}; "
+                    "raise max_held_bytes or capacity"
                 )
                 self._effects.carry_out(coordinator.fail(reason, step=step))
             break

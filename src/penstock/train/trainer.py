@@ -62,6 +62,9 @@ class Observer(Protocol):
 
     def write(self, step: Step, batch: MicroBatch, terms: Terms, *, policy_version: int) -> None: ...
     def close_step(self, step: Step) -> None: ...
+    def flush(self) -> None:
+        """Called before a checkpoint: the steps before it are not trained again, so they must be on disk."""
+
     def close(self) -> None: ...
 
 
@@ -235,6 +238,8 @@ class Trainer:
             self._weights.publish(version, state)
 
     def _checkpoint(self) -> None:
+        if self.observer is not None:
+            self.observer.flush()
         if self.config.fake is None:
             checkpoint.save(self.folder / "checkpoints", self.done, self.model, self.optimizer, writes=self.rank == 0)
 

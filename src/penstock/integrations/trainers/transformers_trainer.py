@@ -233,6 +233,11 @@ class PlaneTrainer(Trainer):  # type: ignore[misc]
         self._samples_trained += int(sums.samples)
         return total
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self.observer is not None:
+            self.observer.flush()
+        super()._save_checkpoint(*args, **kwargs)
+
     def _prepare_row(self, batch: MicroBatch) -> tuple[MicroBatch, dict[str, torch.Tensor]]:
         check_vocabulary(batch, self.vocabulary)
         if batch.images:
