@@ -41,11 +41,13 @@ from penstock.protocol.messages import (
     Fail,
     FromProducer,
     FromRank,
+    GiveBack,
     GiveUp,
     Hello,
     OpenSegment,
     Put,
     Received,
+    Renew,
     Report,
     Request,
     SettleGroup,
@@ -259,6 +261,8 @@ HONEST: dict[type[Any], Any] = {
         SetWeight(ticket=1, tenant="", weight=1.0),
         Ask(ticket=1),
         AskGroups(ticket=1, groups=("a",)),
+        Renew(ticket=1, leases=(1,)),
+        GiveBack(ticket=1, leases=(1,), reason="x"),
     )
 }
 

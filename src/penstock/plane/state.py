@@ -29,7 +29,7 @@ import msgspec
 
 from penstock.arrays import bounded_sum
 from penstock.errors import WaitTimeout
-from penstock.frames import WITH, WITHOUT, EvalMetadata
+from penstock.frames import EvalMetadata
 from penstock.log import (
     Advance,
     Discard,
@@ -37,6 +37,7 @@ from penstock.log import (
     ForgetReports,
     GivePriorities,
     GroupRow,
+    HandOut,
     Log,
     Lose,
     Prioritize,
@@ -44,11 +45,15 @@ from penstock.log import (
     Record,
     ReleaseGroup,
     Report,
+    ReturnLeases,
     Shorten,
     State,
     Weigh,
+    numbers_taken,
 )
 from penstock.plane.evaluations import Evaluations
+from penstock.plane.group_kinds import count_kinds
+from penstock.plane.lease_book import RETURNED, LeaseBook
 from penstock.plane.ledger import Ledger
 from penstock.plane.manifest import Manifest, read_manifest
 from penstock.plane.priorities import Reports
@@ -84,6 +89,7 @@ class PlaneState:
         """Column -> kind -> number of held groups. Groups of different kinds cannot be in one step."""
         self.evaluations = Evaluations()
         self.reports = Reports()
+        self.leases = LeaseBook()
         self.quarantined: dict[int, GroupRow] = {}
         """Groups in quarantine, by op."""
         self.tenant_tables = TenantTables(replay, lambda key, reason: self._left.append((str(key), str(reason))))
@@ -227,6 +233,12 @@ class PlaneState:
                 if self.tenant_tables.remove(row):
                     self._left.append((row.id, ""))
             self._left = list({key: "lost" for key, _ in self._left}.items())
+        elif isinstance(record, HandOut):
+            self.op = max(self.op, op + numbers_taken(record) - 1)
+            self.leases.begin(op, record, self.policy_version)
+        elif isinstance(record, ReturnLeases):
+            for number in record.leases:
+                self.leases.end(number, record.reason or RETURNED)
         else:
             row = self.quarantined.pop(record.op)
             self._account(row, State.QUARANTINED, State.DROPPED, "quarantined")
@@ -290,6 +302,7 @@ class PlaneState:
             steps={step: (int(state), self._ends[step]) for step, state in self.states.items()},
             tenant_tables=self.tenant_tables.save(),
             reports=self.reports,
+            leases=self.leases.save(),
         )
 
     def load(self, saved: Saved, log: Log) -> dict[int, GroupRow]:
@@ -304,6 +317,7 @@ class PlaneState:
         self._last_step_of = saved.last_step_of
         self.tenant_tables.load(saved.tenant_tables)
         self.reports = saved.reports
+        self.leases.load(saved.leases)
         for key in self.tenant_tables:
             count_kinds(self.kinds, self.row_of(key), 1)
         recorded: dict[int, State] = {}
@@ -448,41 +462,3 @@ class Freeing:
     def done(self) -> None:
         """Note that the transaction was committed."""
         self._locations, self.ops = [], []
-
-
-def odd_groups(kinds: Mapping[str, Counter[str]], held: Iterable[GroupRow]) -> dict[int, str]:
-    """Return the held groups that cannot be in a step with the majority, by op, with the reason.
-
-    What a step needs from its groups is best declared (`requires`) and then checked when they are put. Where it is not,
-    groups with and without a column are both accepted, and the minority is quarantined before a step is drawn: with 30
-    groups with `logprobs` and 2 without, those 2 are odd. On a tie, the groups without the column are. `kinds` counts
-    held groups by column and kind."""
-    chosen = {
-        name: max(counts, key=lambda kind: (counts[kind], kind != WITHOUT, kind))
-        for name, counts in kinds.items()
-        if len(counts) > 1
-    }
-    if not chosen:
-        return {}
-    found: dict[int, str] = {}
-    for row in held:
-        for name, kind in row.kinds:
-            if kind != chosen.get(name, kind):
-                found[row.op] = (
-                    f"{name}: this group is {_kind_text(kind)}, {kinds[name][chosen[name]]} held groups are "
-                    f"{_kind_text(chosen[name])}; a step takes one kind. Put all groups alike, or declare `requires`"
-                )
-    return found
-
-
-def _kind_text(kind: str) -> str:
-    return {WITH: "with it", WITHOUT: "without it"}.get(kind, f"of {kind}")
-
-
-def count_kinds(kinds: dict[str, Counter[str]], row: GroupRow, sign: int) -> None:
-    """Count the kinds of a held group. A negative sign removes it."""
-    for name, kind in row.kinds:
-        counts = kinds.setdefault(name, Counter())
-        counts[kind] += sign
-        if counts[kind] <= 0:
-            del counts[kind]
