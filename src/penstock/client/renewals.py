@@ -62,7 +62,7 @@ class Renewals:
             reasons.setdefault(reason, []).append(lease)
         for reason, leases in reasons.items():
             for some in _pieces(leases):
-                yield partial(_give_back, some, reason), _Answers(lambda _answers: None)
+                yield partial(give_back, some, reason), _Answers(lambda _answers: None)
         with self._lock:
             if self._is_asking:
                 return
@@ -87,7 +87,7 @@ class Renewals:
         with self._lock:
             leases, self._held = [*self._held, *(lease for lease, _ in self._abandoned)], {}
             self._abandoned.clear()
-        return [_give_back(some, "", 0) for some in _pieces(leases)]
+        return [give_back(some, "", 0) for some in _pieces(leases)]
 
 
 class _Answers(Inbox):
@@ -111,5 +111,6 @@ def _renew(leases: tuple[int, ...], ticket: int) -> Renew:
     return Renew(ticket=ticket, leases=leases)
 
 
-def _give_back(leases: tuple[int, ...], reason: str, ticket: int) -> GiveBack:
+def give_back(leases: tuple[int, ...], reason: str, ticket: int) -> GiveBack:
+    """Return the message that returns leases."""
     return GiveBack(ticket=ticket, leases=leases, reason=reason)

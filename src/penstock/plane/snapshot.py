@@ -13,6 +13,7 @@ import xxhash
 
 from penstock.plane.lease_book import Lease
 from penstock.plane.priorities import Reports
+from penstock.plane.task_book import SavedList
 
 FORMAT = 3
 
@@ -57,6 +58,8 @@ class Saved(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Priorities that ranks reported."""
     leases: list[Lease] = []
     """Open leases."""
+    tasks: list[SavedList] = []
+    usable_groups: int = 0
 
     def to_bytes(self) -> bytes:
         """Encode as a checksum and the content."""

@@ -40,6 +40,7 @@ from penstock.log import (
     HandOut,
     Log,
     Lose,
+    OpenList,
     Prioritize,
     Quarantine,
     Record,
@@ -59,9 +60,14 @@ from penstock.plane.manifest import Manifest, read_manifest
 from penstock.plane.priorities import Reports
 from penstock.plane.settings import Replay, Target
 from penstock.plane.snapshot import Saved
+from penstock.plane.task_book import TaskBook
 from penstock.plane.tenant_tables import TenantTables
 from penstock.protocol import OVER_LENGTH
 from penstock.replay import Key
+
+OVER_LENGTH_KEY = "over_length: "
+"""Prefix of the key under which the log remembers a group that lost all its samples to `seq_len`."""
+_UNUSABLE = (State.DROPPED, State.QUARANTINED)
 
 
 class PlaneState:
@@ -90,6 +96,9 @@ class PlaneState:
         self.evaluations = Evaluations()
         self.reports = Reports()
         self.leases = LeaseBook()
+        self.tasks = TaskBook(self.leases)
+        self.usable_groups = 0
+        """Groups that were accepted and are trained, or may be."""
         self.quarantined: dict[int, GroupRow] = {}
         """Groups in quarantine, by op."""
         self.tenant_tables = TenantTables(replay, lambda key, reason: self._left.append((str(key), str(reason))))
@@ -133,6 +142,8 @@ class PlaneState:
         """Apply the acceptance of a group. Returns False if it was too stale and dropped."""
         self.op = max(self.op, row.op)
         self.rows[row.op], self.by_id[row.id] = row, row.op
+        self.tasks.accept(row.id, row.op)
+        self.usable_groups += 1
         self.ledger.accepted += row.samples
         self.ledger.add(State.HELD, "", row.samples)
         self.bytes_of[row.run] += row.size
@@ -186,6 +197,7 @@ class PlaneState:
         self.steps[step], self.states[step], self._ends[step] = manifest, State.SCHEDULED, []
         for group in groups:
             self._last_step_of[group] = step
+            self.tasks.draw(self.rows[group].id)
         self.ledger.uses += manifest.samples
         self._settle()
         return manifest
@@ -220,12 +232,15 @@ class PlaneState:
             self.ledger.discarded[record.reason] = bounded_sum(self.ledger.discarded[record.reason] + record.samples)
         elif isinstance(record, Shorten):
             self.ledger.shorten({name: getattr(record, name) for name in OVER_LENGTH})
+            self.tasks.drop(record.key.removeprefix(OVER_LENGTH_KEY), "over_length")
         elif isinstance(record, Weigh):
             self.tenant_tables.admit(record.tenant, record.weight)
+            self.tasks.evict(record.tenant, is_evicted=False)
             del self.unpackable[record.tenant]
         elif isinstance(record, EvictTenant):
             self.tenant_tables.evict(record.tenant, record.reason)
             self._left = [(key, "evicted") for key, _ in self._left]
+            self.tasks.evict(record.tenant, is_evicted=True)
         elif isinstance(record, ReleaseGroup):
             self._release(self.quarantined.pop(record.op))
         elif isinstance(record, Lose):
@@ -236,9 +251,12 @@ class PlaneState:
         elif isinstance(record, HandOut):
             self.op = max(self.op, op + numbers_taken(record) - 1)
             self.leases.begin(op, record, self.policy_version)
+            self.tasks.hand_out(record)
         elif isinstance(record, ReturnLeases):
-            for number in record.leases:
-                self.leases.end(number, record.reason or RETURNED)
+            for lease in [self.leases.end(number, record.reason or RETURNED) for number in record.leases]:
+                self.tasks.give_back(lease, record.reason)
+        elif isinstance(record, OpenList):
+            self.tasks.open_list(record)
         else:
             row = self.quarantined.pop(record.op)
             self._account(row, State.QUARANTINED, State.DROPPED, "quarantined")
@@ -303,6 +321,8 @@ class PlaneState:
             tenant_tables=self.tenant_tables.save(),
             reports=self.reports,
             leases=self.leases.save(),
+            tasks=self.tasks.save(),
+            usable_groups=self.usable_groups,
         )
 
     def load(self, saved: Saved, log: Log) -> dict[int, GroupRow]:
@@ -318,6 +338,8 @@ class PlaneState:
         self.tenant_tables.load(saved.tenant_tables)
         self.reports = saved.reports
         self.leases.load(saved.leases)
+        self.tasks.load(saved.tasks)
+        self.usable_groups = saved.usable_groups
         for key in self.tenant_tables:
             count_kinds(self.kinds, self.row_of(key), 1)
         recorded: dict[int, State] = {}
@@ -393,6 +415,8 @@ class PlaneState:
                 count_kinds(self.kinds, row, sign)
         self.ledger.add(old, row.reason if old is State.DROPPED else "", -row.samples)
         self.ledger.add(new, reason, row.samples)
+        self.usable_groups += (new not in _UNUSABLE) - (old not in _UNUSABLE)
+        self.tasks.follow(row.id, old, new, reason)
         self._unwritten[row.op] = (new, reason)
 
     def _finish(self, op: int, state: State, reason: str) -> None:

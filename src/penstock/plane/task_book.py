@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from penstock.log import OpenList
+from penstock.log import HandOut, OpenList, State
 from penstock.plane.lease_book import COMPLETED, Lease, LeaseBook
 
 PROMPT = "prompt"
@@ -371,12 +371,14 @@ class TaskBook:
         else:
             self.lists[record.list] = PromptList(record)
 
-    def hand_out(self, group: str) -> None:
-        if found := self._find(group):
-            found[1].hand_out(found[0])
+    def hand_out(self, record: HandOut) -> None:
+        for group in record.keys if record.kind == PROMPT else ():
+            if found := self._find(group):
+                found[1].hand_out(found[0])
 
-    def give_back(self, lease: Lease, reason: str) -> None:
-        if found := self._find(lease.key):
+    def give_back(self, lease: Lease | None, reason: str) -> None:
+        """Apply that a lease ended without a group."""
+        if lease is not None and lease.kind == PROMPT and (found := self._find(lease.key)):
             found[1].give_back(found[0], reason)
 
     def verdict(self, group: str) -> Verdict | None:
@@ -406,9 +408,12 @@ class TaskBook:
         if found := self._find(group):
             found[1].draw(found[0])
 
-    def set_aside(self, group: str, *, is_aside: bool) -> None:
-        if found := self._find(group):
-            found[1].set_aside(found[0], is_aside=is_aside)
+    def follow(self, group: str, old: State, new: State, reason: str) -> None:
+        """Apply that a group is in another state now."""
+        if new is State.DROPPED:
+            self.drop(group, reason)
+        elif State.QUARANTINED in (old, new) and (found := self._find(group)):
+            found[1].set_aside(found[0], is_aside=new is State.QUARANTINED)
 
     def dispatched(self, group: str) -> int | None:
         """Return the number of the hand-out of a held group, or None if it belongs to no task."""

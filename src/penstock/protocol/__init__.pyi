@@ -25,9 +25,13 @@ from penstock.protocol.message_header import run_of as run_of
 from penstock.protocol.messages import MAX_ASKED as MAX_ASKED
 from penstock.protocol.messages import MAX_LEASES as MAX_LEASES
 from penstock.protocol.messages import MAX_NAME as MAX_NAME
+from penstock.protocol.messages import MAX_PROMPT_BYTES as MAX_PROMPT_BYTES
+from penstock.protocol.messages import MAX_PROMPTS as MAX_PROMPTS
 from penstock.protocol.messages import MAX_REASON as MAX_REASON
+from penstock.protocol.messages import MAX_TASKS as MAX_TASKS
 from penstock.protocol.messages import OVER_LENGTH as OVER_LENGTH
 from penstock.protocol.messages import Accepted as Accepted
+from penstock.protocol.messages import AddPrompts as AddPrompts
 from penstock.protocol.messages import Ask as Ask
 from penstock.protocol.messages import AskGroups as AskGroups
 from penstock.protocol.messages import AskRoom as AskRoom
@@ -43,10 +47,14 @@ from penstock.protocol.messages import FromPlane as FromPlane
 from penstock.protocol.messages import GiveBack as GiveBack
 from penstock.protocol.messages import GiveUp as GiveUp
 from penstock.protocol.messages import GroupStates as GroupStates
+from penstock.protocol.messages import LeasedTask as LeasedTask
+from penstock.protocol.messages import LeaseTasks as LeaseTasks
 from penstock.protocol.messages import Missing as Missing
+from penstock.protocol.messages import OfferPrompts as OfferPrompts
 from penstock.protocol.messages import One as One
 from penstock.protocol.messages import OpenSegment as OpenSegment
 from penstock.protocol.messages import Peer as Peer
+from penstock.protocol.messages import PromptsOffered as PromptsOffered
 from penstock.protocol.messages import Pulse as Pulse
 from penstock.protocol.messages import Put as Put
 from penstock.protocol.messages import Rejected as Rejected
@@ -59,6 +67,7 @@ from penstock.protocol.messages import SetWeight as SetWeight
 from penstock.protocol.messages import SignedUrls as SignedUrls
 from penstock.protocol.messages import SignUrls as SignUrls
 from penstock.protocol.messages import Status as Status
+from penstock.protocol.messages import TasksLeased as TasksLeased
 from penstock.protocol.messages import Trace as Trace
 from penstock.protocol.messages import check_decision as check_decision
 from penstock.protocol.picks import PickedGroup as PickedGroup
@@ -68,6 +77,10 @@ from penstock.protocol.producer import Answered as Answered
 from penstock.protocol.producer import Event as Event
 from penstock.protocol.producer import ProducerSession as ProducerSession
 from penstock.protocol.producer import PutRequest as PutRequest
+from penstock.protocol.prompt_chunks import PromptChunk as PromptChunk
+from penstock.protocol.prompt_chunks import check_prompt as check_prompt
+from penstock.protocol.prompt_chunks import chunk_prompts as chunk_prompts
+from penstock.protocol.prompt_chunks import list_digest as list_digest
 from penstock.protocol.rank_session import Arrived as Arrived
 from penstock.protocol.rank_session import RankSession as RankSession
 from penstock.protocol.rank_session import Ready as Ready
