@@ -135,7 +135,8 @@ class PromptList:
         self.again: Counter[str] = Counter()
         """Attempts that were repeated, by reason."""
         self.withdrawn: dict[int, int] = {}
-        """Prompts that were removed before this epoch reached them, with their attempt. They join it if they return."""
+        """Prompts that the list no longer has and this epoch has not tried, with their attempt. They join it if they
+        return."""
         self.num_live = 0
         """Prompts that the list has now."""
         self.evicted = False
@@ -235,7 +236,8 @@ class PromptList:
             order = self._order_of(task.epoch)
             if task.attempt or not len(order) or order[0] != task.prompt:
                 return False
-            self.epoch, self.order, self.cursor, self.withdrawn = task.epoch, order, 1, {}
+            self.epoch, self.order, self.cursor = task.epoch, order, 1
+            self.withdrawn = dict.fromkeys(np.flatnonzero(self.rows < 0).tolist(), 0)
             return True
         is_next = self.cursor < len(self.order) and self.order[self.cursor] == task.prompt
         if not is_next or task.epoch != self.epoch or task.attempt:
