@@ -29,6 +29,7 @@ from penstock.plane.step_builder import PlannedStep, StepBuilder
 from penstock.plane.workers import Inline, Workers
 from penstock.protocol.message_header import pack_message
 from penstock.protocol.messages import (
+    AddPrompts,
     Ask,
     AskGroups,
     AskRoom,
@@ -41,11 +42,15 @@ from penstock.protocol.messages import (
     Fail,
     FromProducer,
     FromRank,
+    GiveBack,
     GiveUp,
     Hello,
+    LeaseTasks,
+    OfferPrompts,
     OpenSegment,
     Put,
     Received,
+    Renew,
     Report,
     Request,
     SettleGroup,
@@ -53,12 +58,14 @@ from penstock.protocol.messages import (
     SignUrls,
     Trace,
 )
+from penstock.protocol.prompt_chunks import PromptChunk, list_digest
 from penstock.protocol.steps import Staged
 from penstock.replay import Fifo, Prioritized
 from tests.support.fuzz_messages import RUN, Wire
 from tests.support.groups import named_group
 from tests.support.planes import OpenEngine, OpenPlane
 
+CHUNK = PromptChunk(0, ("one",), (b"{}",))
 HUGE = 2**53
 """The largest policy version."""
 
@@ -259,6 +266,29 @@ HONEST: dict[type[Any], Any] = {
         SetWeight(ticket=1, tenant="", weight=1.0),
         Ask(ticket=1),
         AskGroups(ticket=1, groups=("a",)),
+        Renew(ticket=1, leases=(1,)),
+        GiveBack(ticket=1, leases=(1,), reason="x"),
+        OfferPrompts(
+            ticket=1,
+            list="a",
+            digest=list_digest([CHUNK.digest]),
+            count=1,
+            chunks=(CHUNK.digest,),
+            epochs=1,
+            seed=1,
+            shuffle=True,
+            attempts=1,
+            again=("stale",),
+        ),
+        AddPrompts(
+            ticket=1,
+            digest=list_digest([CHUNK.digest]),
+            chunk=0,
+            first=0,
+            names=CHUNK.names,
+            payloads=CHUNK.payloads,
+        ),
+        LeaseTasks(ticket=1, list="a", count=1, worker="w", lease_s=60.0),
     )
 }
 

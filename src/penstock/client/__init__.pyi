@@ -12,3 +12,5 @@ from penstock.client.handles import usable_url as usable_url
 from penstock.client.plane import Plane as Plane
 from penstock.client.source import Source as Source
 from penstock.client.source import Step as Step
+from penstock.client.tasks import Task as Task
+from penstock.client.tasks import Tasks as Tasks

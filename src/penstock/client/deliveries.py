@@ -136,6 +136,8 @@ class Deliveries:
         assert isinstance(answer, Accepted)
         if answer.stale:
             self._counts.on_stale(group.name, answer.policy_version)
+        if answer.late:
+            self._counts.on_late(group.name)
         if not answer.duplicate and group.group is not None:
             self._counts.on_put(group.group)
         if any(answer.over_length):

@@ -10,6 +10,7 @@ thread, and `open` waits for it (`await_closing`).
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -60,7 +61,9 @@ from penstock.protocol import (
 )
 
 if TYPE_CHECKING:
+    from penstock.client.prompt_lists import Prompt
     from penstock.client.source import Source
+    from penstock.client.tasks import Tasks
     from penstock.plane import Ledger, PlaneLoop
     from penstock.transport import ClientTransport
 
@@ -281,6 +284,54 @@ class Plane:
     async def adeliver(self, group: EncodedGroup, timeout: float | None) -> Accepted:
         """`deliver`, without blocking the thread."""
         return await self._arun(self._deliveries.one(group, timeout))
+
+    # -------------------------------------------------------------- tasks
+
+    def tasks(
+        self,
+        prompts: str | os.PathLike[str] | Iterable[Prompt],
+        *,
+        name: str = "prompts",
+        epochs: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        batch: int = 1,
+        lease_s: float = 60.0,
+        attempts: int = 16,
+        again: Iterable[str] = ("stale", "lost", "rollout failed"),
+        tenant: str = "",
+    ) -> Tasks:
+        """Lease prompts to this process, one after another: `for task in plane.tasks(prompts)`, or `async for`.
+
+        Any number of processes may lease from one list. Every prompt is trained once per epoch, whatever process dies.
+        `prompts` are names, or objects with a `name`, or a file with one of either in each line as JSON. `name` is the
+        list's name: a run continues the list of an earlier start. `batch` tasks are leased at a time. A lease that is
+        not renewed for `lease_s` seconds, because its process died, returns. A group that is dropped for a reason in
+        `again` is made again, up to `attempts` times. `tenant` is the `run` of the samples, where tenants share the
+        plane.
+        """
+        from penstock.client.tasks import Tasks, TaskSettings
+
+        settings = TaskSettings(
+            name=name,
+            epochs=epochs,
+            seed=seed,
+            shuffle=shuffle,
+            batch=batch,
+            lease_s=lease_s,
+            attempts=attempts,
+            again=tuple(again),
+            tenant=tenant,
+        )
+        return Tasks(self, self._connection, prompts, settings)
+
+    def demand(self) -> dict[str, dict[str, Any]]:
+        """Return the numbers of each list of tasks, for autoscalers.
+
+        Among them `wanted`: tasks that more workers could lease now; `leased`: tasks under way; `left`: tasks that are
+        still to be handed out; `room`: what the limiter allows, or None; `waiting_for`: why none is handed out."""
+        found: dict[str, dict[str, Any]] = self.status()["tasks"]
+        return found
 
     # -------------------------------------------------------------- what became of groups
 

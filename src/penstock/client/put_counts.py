@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, deque
 
 from penstock.convert import RETOKENIZED, Group
 from penstock.protocol import OVER_LENGTH
@@ -23,9 +23,25 @@ class PutCounts:
         """How often rollouts branched, by cause: see `penstock.convert.branching`."""
         self.unrouted = 0
         """Samples without routed experts although the server reported some."""
+        self.late: deque[str] = deque(maxlen=4096)
+        """Ids of the last groups that were not kept, because another worker had completed their task."""
+        self.num_late = 0
         self.over_length: Counter[str] = Counter()
         """Samples longer than the plane's `seq_len`, and their tokens: truncated_samples, truncated_tokens,
         dropped_samples, dropped_tokens."""
+
+    def on_late(self, group: str) -> None:
+        with self._lock:
+            self.late.append(group)
+            self.num_late += 1
+            count = self.num_late
+        if _should_warn(count - 1, count):
+            logger.warning(
+                "group %r was not kept: another worker had completed its task, %d so far; raise lease_s if workers are "
+                "often paused for longer",
+                group,
+                count,
+            )
 
     def on_stale(self, group: str, version: int | None) -> None:
         with self._lock:

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TypeAlias
 
 from penstock.arrays import check_priority
 from penstock.errors import Conflict, DiskFull, InvalidInput, Overloaded, PenstockError
-from penstock.log import GivePriorities, GroupRow, Shorten, State
+from penstock.log import GivePriorities, GroupRow, ReturnLeases, Shorten, State
 from penstock.plane.intake import NONE, Incoming, OverLength, why_untrained
 from penstock.plane.recorder import Recorder
 from penstock.plane.settings import PlaneSettings
+from penstock.plane.state import OVER_LENGTH_KEY
+from penstock.plane.task_book import PROMPT, Verdict, read_task
 from penstock.plane.telemetry import Generated
 from penstock.protocol import NOTHING, Amount
 
@@ -26,6 +28,7 @@ _SPARE = [4**power for power in range(9, 0, -1)]
 """Credits for groups that `spare` tries, largest first: 262,144 down to 4."""
 Claim: TypeAlias = Callable[[str], Amount | None]
 """Maps a table to the room reserved there for other puts. Returns None if others wait ahead of this put."""
+ACCEPTED_BEFORE = "accepted before"
 MAX_ID = 512
 """The longest group id, in characters."""
 
@@ -45,6 +48,8 @@ class Outcome:
     """The size of the frame in bytes, if it did not fit."""
     over_length: OverLength = NONE
     """What was truncated or dropped of its samples."""
+    late: bool = False
+    """Its task was completed by another group, which was accepted before. This one is not kept."""
 
 
 class Arrivals:
@@ -175,6 +180,8 @@ class Acceptance:
             if group.priority != 1.0:  # the default needs no check
                 check_priority(group.id, group.priority)
             known = self._recognise(group)
+            if known is None:
+                known = self._judge_task(group)
             if known is not None:
                 return known
             group.table = self._recorder.tenant_tables.table_for(run)
@@ -202,6 +209,8 @@ class Acceptance:
         self._recorder.counts["puts_repeated"] += 1
         if known is None:
             return Outcome(ticket, duplicate=True)
+        if known != group.digest and read_task(group.id) is not None:
+            return self._late(group)
         if known != group.digest:
             raise Conflict(f"group {group.id!r}: accepted before with other content; give each group its own id")
         before = first.is_evaluation if first else self._recorder.log.is_evaluation(group.id)
@@ -209,9 +218,36 @@ class Acceptance:
             was, now = ("for evaluation", "to be trained") if before else ("to be trained", "for evaluation")
             raise Conflict(f"group {group.id!r}: accepted before {was}, now {now}; give each group its own id")
         if first is None:
+            self._close_task(group.id)
             return Outcome(ticket, duplicate=True)
         first.tickets.append(ticket)  # not durable yet: "duplicate" would acknowledge what a crash may still lose
         return False
+
+    def _judge_task(self, group: Incoming) -> Outcome | None:
+        """Return the answer to a group whose task needs none, or None if it is welcome. Raises InvalidInput for a task
+        that was never handed out."""
+        verdict = self._recorder.state.tasks.verdict(group.id)
+        if verdict is None or (verdict is Verdict.OPEN and not group.is_evaluation):
+            return None
+        if verdict is Verdict.LATE and not group.is_evaluation:
+            return self._late(group)
+        raise InvalidInput(
+            f"group {group.id!r}: ids that begin with task: belong to prompts that this plane leased for training; "
+            "make it with task.group(), or choose another id"
+        )
+
+    def _close_task(self, group: str) -> None:
+        """Close a task whose group the log has, although the task is open: the log was recovered from its frames."""
+        lease = self._recorder.state.leases.number_of(PROMPT, group)
+        if lease is not None:
+            self._recorder.decide(ReturnLeases(leases=(lease,), reason=ACCEPTED_BEFORE))
+
+    def _late(self, group: Incoming) -> Outcome:
+        """Answer the second group of a task. It does no harm: its process was slow, not wrong."""
+        self._recorder.counts["tasks_late"] += 1
+        if self._recorder.log.digest_of(group.id) is not None:
+            self._close_task(group.id)
+        return Outcome(group.tickets[0], duplicate=True, late=True)
 
     def _check_evaluation_room(self, group: str, size: int) -> None:
         """Raise unless an evaluation group fits on the disk. It waits in no table, so no table needs room."""
@@ -372,6 +408,10 @@ class Acceptance:
         except PenstockError as error:
             self._recorder.segments.reject(group.location)
             return self.refuse(group, error)
+        if self._recorder.state.tasks.verdict(group.id) is Verdict.LATE:  # its task was decided while it was checked
+            self._arrivals.remove(group)
+            self._recorder.segments.reject(group.location)
+            return [replace(self._late(group), ticket=ticket) for ticket in group.tickets]
         return []
 
     def _accept(self, group: Incoming, row: GroupRow) -> list[Outcome]:
@@ -437,4 +477,4 @@ def _outcomes(group: Incoming, *, stale: bool = False) -> list[Outcome]:
 
 def _dropped_key(group: str) -> str:
     """Return the key under which the log remembers a group that lost all its samples to `seq_len`."""
-    return f"over_length: {group}"
+    return f"{OVER_LENGTH_KEY}{group}"

@@ -31,11 +31,13 @@ from penstock.protocol import (
     Effect,
     Frames,
     FromPlane,
+    LeaseTasks,
     MemberLeft,
     Note,
     Peer,
     Pulse,
     Put,
+    Renew,
     Reported,
     Resume,
     Send,
@@ -51,6 +53,8 @@ from penstock.protocol import (
 from penstock.storage import KeptStorage, address_of
 
 logger = logging.getLogger("penstock.plane")
+_LEASES = (Renew, LeaseTasks)
+"""Requests of workers that wait, or are at work, for long."""
 
 
 class EffectRunner:
@@ -180,7 +184,7 @@ def sign_of_life(coordinator: Coordinator, peer: Peer, header: Buffer, now: floa
         return None
     if isinstance(message, Beat):
         return coordinator.on_beat(peer, message, now)
-    return coordinator.pulse(now) if isinstance(message, (Put, Trace, AskRoom, Bundle)) else None
+    return coordinator.pulse(now) if isinstance(message, (Put, Trace, AskRoom, Bundle, *_LEASES)) else None
 
 
 def admission_of(

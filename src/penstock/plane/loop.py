@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 import xxhash
-import zmq
 
 from penstock.errors import (
     CorruptFrame,
@@ -32,17 +31,19 @@ from penstock.plane.acceptance import Outcome
 from penstock.plane.damage import Damage, Look, look_at_frame
 from penstock.plane.effect_runner import EffectRunner, admission_of, coordinator_of, decide, sign_of_life
 from penstock.plane.engine import Engine
+from penstock.plane.leases import Leases
 from penstock.plane.opening import storage_of
+from penstock.plane.peers import may_write, poller_of, writer_of
 from penstock.plane.pipeline import AlteredOnTheWay, Pipeline, pipeline_of
 from penstock.plane.recorder import ends_plane, failure_text, run_at_once
 from penstock.plane.segments import Outside
 from penstock.plane.settings import PlaneSettings
+from penstock.plane.task_service import AboutTasks, TaskService, Ticket
 from penstock.plane.telemetry import Marks, RunLogger, status_of
 from penstock.plane.url_signing import UrlSigning
 from penstock.plane.workers import Threads, Workers
 from penstock.protocol import (
     MAX_ASKED,
-    MAX_NAME,
     Accepted,
     Ask,
     AskGroups,
@@ -124,10 +125,10 @@ class PlaneLoop:
         self._log, self._transports, self._on_turn = log, list(transports), on_turn
         self._run_id = bytes.fromhex(log.run_id)
         self._pack = Packer(self._run_id)
-        self.admission = admission_of(settings, log, self.engine, lambda: self.coordinator.pulse(self._now), _may_write)
+        self.admission = admission_of(settings, log, self.engine, lambda: self.coordinator.pulse(self._now), may_write)
         self.run_logger = RunLogger(self.engine.counts)
         self.run_logger.started(settings.run, log, self.engine)
-        self._poller = _poller_of(self._transports, self._workers)
+        self._poller = poller_of(self._transports, self._workers)
         self._stopping = threading.Event()
         self._early: list[tuple[Peer, Buffer, Frames]] = []
         """Messages that arrived while the log did not answer. The next turn handles them."""
@@ -138,6 +139,14 @@ class PlaneLoop:
         self.damage = Damage(self.engine, self.coordinator, self._pipeline, self._workers, look)
         self._effects = EffectRunner(
             self.engine, self.coordinator, self._pipeline, self.run_logger, self._send, self.damage
+        )
+        self.leases = Leases(self.engine.recorder)
+        self.tasks = TaskService(
+            self.engine,
+            self.leases,
+            self._reply,
+            hold_s=settings.timeouts.heartbeat_s,
+            is_training=lambda: self.coordinator.is_training,
         )
         self._signing = UrlSigning(self.engine, self._workers, self.admission, self._effects.do)
         self._retry_at = self._look_at = 0.0
@@ -232,6 +241,9 @@ class PlaneLoop:
         if now >= self._retry_at:
             self._retry_at = now + _RETRY_S if not (self._effects.run_deferred() and self._plan(now)) else 0.0
         self._marks.mark("planning")
+        self.tasks.hand_out()
+        self.leases.turn(now)
+        self.tasks.answer_waiting(now)
         self._effects.carry_out(self.damage.turn())
         self._effects.carry_out(self.coordinator.on_tick(now))
         self._admit(self.admission.offer_room(now))
@@ -303,12 +315,21 @@ class PlaneLoop:
             self._effects.do(self.admission.on_foreign(peer, run_id))
         elif isinstance(message, AskGroups):
             self._effects.do(self._states(peer, message))
+        elif isinstance(message, AboutTasks):
+            self.tasks.on_message(peer, message, now)
         elif isinstance(message, Ask):
             self._send(peer, Status(ticket=message.ticket, text=msgspec.json.encode(self.status())))
         elif isinstance(message, (Put, OpenSegment, SignUrls, Trace, AskRoom, GiveUp, Discard, SettleGroup, SetWeight)):
             self._admit(self.admission.on_message(peer, message, frames))
         else:
             self._effects.carry_out(self.coordinator.on_message(peer, message, now))
+
+    def _reply(self, ticket: Ticket, found: FromPlane | PenstockError | None) -> None:
+        """Answer a request about tasks."""
+        if found is None or isinstance(found, PenstockError):
+            self._effects.do(self.admission.answer(ticket, found))
+        else:
+            self._send(ticket[0], found)
 
     def _admit(self, effects: Sequence[AdmissionEffect]) -> None:
         for effect in effects:
@@ -317,7 +338,7 @@ class PlaneLoop:
             elif isinstance(effect, Decide):
                 self._effects.do(self._decide(effect))
             elif isinstance(effect, SignFor):
-                self._signing.sign(effect, _writer_of(effect.ticket[0]))
+                self._signing.sign(effect, writer_of(effect.ticket[0]))
             else:
                 self._effects.do(effect)
 
@@ -332,7 +353,7 @@ class PlaneLoop:
         if not isinstance(effect.message, OpenSegment):
             return self.admission.decided(effect.ticket, decide(self.engine, self.run_logger, effect.message))
         try:
-            (segment,) = self.engine.segments.register(_writer_of(effect.ticket[0]))
+            (segment,) = self.engine.segments.register(writer_of(effect.ticket[0]))
         except PenstockError as error:
             return self.admission.answer(effect.ticket, error)
         return self.admission.opened(effect.ticket, segment)
@@ -341,7 +362,7 @@ class PlaneLoop:
         rooms, ticket, put = self.admission.rooms, offer.ticket, offer.put
         claim = partial(rooms.claim, ticket)
         if put.location:
-            outcome = self._pipeline.put_stored(ticket, put, _writer_of(ticket[0]), claim=claim)
+            outcome = self._pipeline.put_stored(ticket, put, writer_of(ticket[0]), claim=claim)
         else:
             digest = put.digest or xxhash.xxh3_128_digest(offer.frame)
             outcome = self._pipeline.put(
@@ -373,6 +394,7 @@ class PlaneLoop:
             duplicate=outcome.duplicate,
             stale=outcome.stale,
             over_length=outcome.over_length.as_tuple(),
+            late=outcome.late,
         )
         self._effects.do(answer)
 
@@ -410,7 +432,7 @@ class PlaneLoop:
         transport, address = peer
         if not transport.send(address, self._pack(message), frames):
             self.admission.rooms.gone(peer)
-            self.engine.segments.seal_writer(_writer_of(peer))
+            self.engine.segments.seal_writer(writer_of(peer))
 
     def _plan(self, now: float) -> bool:
         """Plan the steps that ranks asked for, in order. Returns False if the disk is full."""
@@ -451,30 +473,9 @@ class PlaneLoop:
     def status(self) -> dict[str, Any]:
         """What `penstock top` shows."""
         found = status_of(self.engine, self.coordinator, self.admission)
-        more = {"uptime_s": time.monotonic() - self._started, "inline_ranks": dict(self.damage.inline)}
+        more = {
+            "tasks": self.tasks.status(),
+            "uptime_s": time.monotonic() - self._started,
+            "inline_ranks": dict(self.damage.inline),
+        }
         return found | more
-
-
-def _writer_of(peer: Peer) -> str:
-    """Name a client as the writer of segments, for as long as its connection lasts."""
-    assert isinstance(peer, tuple)  # as made in `turn`
-    transport, address = peer
-    return f"{transport.url} {address!r}"[:MAX_NAME]
-
-
-def _may_write(peer: Peer) -> bool:
-    assert isinstance(peer, tuple)  # as made in `turn`
-    transport, address = peer
-    return bool(transport.is_writer(address))
-
-
-def _poller_of(transports: Sequence[PlaneTransport], workers: Workers) -> zmq.Poller:
-    """Make a poller for transports with a descriptor and for results of workers."""
-    poller = zmq.Poller()
-    for transport in transports:
-        pollable = transport.pollable()
-        if pollable is not None:
-            poller.register(pollable, zmq.POLLIN)
-    if isinstance(workers, Threads):
-        poller.register(workers.wake.descriptor, zmq.POLLIN)
-    return poller

@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 import xxhash
 
+from penstock.plane.lease_book import Lease
 from penstock.plane.priorities import Reports
+from penstock.plane.task_book import SavedList
 
 FORMAT = 3
 
@@ -54,6 +56,10 @@ class Saved(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     tenant_tables: SavedTables
     reports: Reports = msgspec.field(default_factory=Reports)
     """Priorities that ranks reported."""
+    leases: list[Lease] = []
+    """Open leases."""
+    tasks: list[SavedList] = []
+    usable_groups: int = 0
 
     def to_bytes(self) -> bytes:
         """Encode as a checksum and the content."""

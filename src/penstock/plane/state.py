@@ -29,7 +29,7 @@ import msgspec
 
 from penstock.arrays import bounded_sum
 from penstock.errors import WaitTimeout
-from penstock.frames import WITH, WITHOUT, EvalMetadata
+from penstock.frames import EvalMetadata
 from penstock.log import (
     Advance,
     Discard,
@@ -37,26 +37,37 @@ from penstock.log import (
     ForgetReports,
     GivePriorities,
     GroupRow,
+    HandOut,
     Log,
     Lose,
+    OpenList,
     Prioritize,
     Quarantine,
     Record,
     ReleaseGroup,
     Report,
+    ReturnLeases,
     Shorten,
     State,
     Weigh,
+    numbers_taken,
 )
 from penstock.plane.evaluations import Evaluations
+from penstock.plane.group_kinds import count_kinds
+from penstock.plane.lease_book import RETURNED, LeaseBook
 from penstock.plane.ledger import Ledger
 from penstock.plane.manifest import Manifest, read_manifest
 from penstock.plane.priorities import Reports
 from penstock.plane.settings import Replay, Target
 from penstock.plane.snapshot import Saved
+from penstock.plane.task_book import TaskBook
 from penstock.plane.tenant_tables import TenantTables
 from penstock.protocol import OVER_LENGTH
 from penstock.replay import Key
+
+OVER_LENGTH_KEY = "over_length: "
+"""Prefix of the key under which the log remembers a group that lost all its samples to `seq_len`."""
+_UNUSABLE = (State.DROPPED, State.QUARANTINED)
 
 
 class PlaneState:
@@ -84,6 +95,10 @@ class PlaneState:
         """Column -> kind -> number of held groups. Groups of different kinds cannot be in one step."""
         self.evaluations = Evaluations()
         self.reports = Reports()
+        self.leases = LeaseBook()
+        self.tasks = TaskBook(self.leases)
+        self.usable_groups = 0
+        """Groups that were accepted and are trained, or may be."""
         self.quarantined: dict[int, GroupRow] = {}
         """Groups in quarantine, by op."""
         self.tenant_tables = TenantTables(replay, lambda key, reason: self._left.append((str(key), str(reason))))
@@ -127,6 +142,8 @@ class PlaneState:
         """Apply the acceptance of a group. Returns False if it was too stale and dropped."""
         self.op = max(self.op, row.op)
         self.rows[row.op], self.by_id[row.id] = row, row.op
+        self.tasks.accept(row.id, row.op)
+        self.usable_groups += 1
         self.ledger.accepted += row.samples
         self.ledger.add(State.HELD, "", row.samples)
         self.bytes_of[row.run] += row.size
@@ -180,6 +197,7 @@ class PlaneState:
         self.steps[step], self.states[step], self._ends[step] = manifest, State.SCHEDULED, []
         for group in groups:
             self._last_step_of[group] = step
+            self.tasks.draw(self.rows[group].id)
         self.ledger.uses += manifest.samples
         self._settle()
         return manifest
@@ -214,12 +232,15 @@ class PlaneState:
             self.ledger.discarded[record.reason] = bounded_sum(self.ledger.discarded[record.reason] + record.samples)
         elif isinstance(record, Shorten):
             self.ledger.shorten({name: getattr(record, name) for name in OVER_LENGTH})
+            self.tasks.drop(record.key.removeprefix(OVER_LENGTH_KEY), "over_length")
         elif isinstance(record, Weigh):
             self.tenant_tables.admit(record.tenant, record.weight)
+            self.tasks.evict(record.tenant, is_evicted=False)
             del self.unpackable[record.tenant]
         elif isinstance(record, EvictTenant):
             self.tenant_tables.evict(record.tenant, record.reason)
             self._left = [(key, "evicted") for key, _ in self._left]
+            self.tasks.evict(record.tenant, is_evicted=True)
         elif isinstance(record, ReleaseGroup):
             self._release(self.quarantined.pop(record.op))
         elif isinstance(record, Lose):
@@ -227,6 +248,15 @@ class PlaneState:
                 if self.tenant_tables.remove(row):
                     self._left.append((row.id, ""))
             self._left = list({key: "lost" for key, _ in self._left}.items())
+        elif isinstance(record, HandOut):
+            self.op = max(self.op, op + numbers_taken(record) - 1)
+            self.leases.begin(op, record, self.policy_version)
+            self.tasks.hand_out(record)
+        elif isinstance(record, ReturnLeases):
+            for lease in [self.leases.end(number, record.reason or RETURNED) for number in record.leases]:
+                self.tasks.give_back(lease, record.reason)
+        elif isinstance(record, OpenList):
+            self.tasks.open_list(record)
         else:
             row = self.quarantined.pop(record.op)
             self._account(row, State.QUARANTINED, State.DROPPED, "quarantined")
@@ -290,6 +320,9 @@ class PlaneState:
             steps={step: (int(state), self._ends[step]) for step, state in self.states.items()},
             tenant_tables=self.tenant_tables.save(),
             reports=self.reports,
+            leases=self.leases.save(),
+            tasks=self.tasks.save(),
+            usable_groups=self.usable_groups,
         )
 
     def load(self, saved: Saved, log: Log) -> dict[int, GroupRow]:
@@ -304,6 +337,9 @@ class PlaneState:
         self._last_step_of = saved.last_step_of
         self.tenant_tables.load(saved.tenant_tables)
         self.reports = saved.reports
+        self.leases.load(saved.leases)
+        self.tasks.load(saved.tasks)
+        self.usable_groups = saved.usable_groups
         for key in self.tenant_tables:
             count_kinds(self.kinds, self.row_of(key), 1)
         recorded: dict[int, State] = {}
@@ -379,6 +415,8 @@ class PlaneState:
                 count_kinds(self.kinds, row, sign)
         self.ledger.add(old, row.reason if old is State.DROPPED else "", -row.samples)
         self.ledger.add(new, reason, row.samples)
+        self.usable_groups += (new not in _UNUSABLE) - (old not in _UNUSABLE)
+        self.tasks.follow(row.id, old, new, reason)
         self._unwritten[row.op] = (new, reason)
 
     def _finish(self, op: int, state: State, reason: str) -> None:
@@ -448,41 +486,3 @@ class Freeing:
     def done(self) -> None:
         """Note that the transaction was committed."""
         self._locations, self.ops = [], []
-
-
-def odd_groups(kinds: Mapping[str, Counter[str]], held: Iterable[GroupRow]) -> dict[int, str]:
-    """Return the held groups that cannot be in a step with the majority, by op, with the reason.
-
-    What a step needs from its groups is best declared (`requires`) and then checked when they are put. Where it is not,
-    groups with and without a column are both accepted, and the minority is quarantined before a step is drawn: with 30
-    groups with `logprobs` and 2 without, those 2 are odd. On a tie, the groups without the column are. `kinds` counts
-    held groups by column and kind."""
-    chosen = {
-        name: max(counts, key=lambda kind: (counts[kind], kind != WITHOUT, kind))
-        for name, counts in kinds.items()
-        if len(counts) > 1
-    }
-    if not chosen:
-        return {}
-    found: dict[int, str] = {}
-    for row in held:
-        for name, kind in row.kinds:
-            if kind != chosen.get(name, kind):
-                found[row.op] = (
-                    f"{name}: this group is {_kind_text(kind)}, {kinds[name][chosen[name]]} held groups are "
-                    f"{_kind_text(chosen[name])}; a step takes one kind. Put all groups alike, or declare `requires`"
-                )
-    return found
-
-
-def _kind_text(kind: str) -> str:
-    return {WITH: "with it", WITHOUT: "without it"}.get(kind, f"of {kind}")
-
-
-def count_kinds(kinds: dict[str, Counter[str]], row: GroupRow, sign: int) -> None:
-    """Count the kinds of a held group. A negative sign removes it."""
-    for name, kind in row.kinds:
-        counts = kinds.setdefault(name, Counter())
-        counts[kind] += sign
-        if counts[kind] <= 0:
-            del counts[kind]

@@ -64,6 +64,8 @@ COUNTS = {
     "metrics_refused": "reported metrics that were not kept",
     "reports_refused": "priorities that were refused",
     "priorities_unknown": "priorities of ids that the step does not have",
+    "leases_expired": "leases that ran out because their process was not heard",
+    "tasks_late": "groups that were not kept because another had completed their task",
 }
 """Counter -> meaning; a test holds that there are no others. `status()["counts"]` and the Prometheus page show every
 counter from the start, zeros too: a counter that appears only with its first event would hide that event from

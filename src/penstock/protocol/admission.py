@@ -240,6 +240,7 @@ class Admission:
         duplicate: bool = False,
         stale: bool = False,
         over_length: tuple[int, int, int, int] = (0, 0, 0, 0),
+        late: bool = False,
     ) -> Send:
         """Return the answer to a put: accepted, or rejected with an error."""
         peer, number = ticket
@@ -253,6 +254,7 @@ class Admission:
                 over_length=over_length,
                 credit_groups=groups,
                 credit_bytes=size,
+                late=late,
             )
             return Send(peer, accepted)
         wait = error.retry_after_s if isinstance(error, Overloaded) else 0.0

@@ -154,6 +154,11 @@ class Coordinator:
         """Places whose processes have neither joined nor left."""
         return (place for place in self._members.free if place not in self._steps.left)
 
+    @property
+    def is_training(self) -> bool:
+        """Whether a trainer is at work, or is expected back: it failed, or the plane restarted, or some have joined."""
+        return self.phase is not Phase.FORMING or len(list(self._members.free)) < self.ranks * self.replicas
+
     def stage(self, staged: Staged, now: float) -> list[Effect]:
         """Deliver a planned and durable step to every process that requested it."""
         assert len(staged.payloads) == self.ranks

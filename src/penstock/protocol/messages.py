@@ -35,6 +35,14 @@ MAX_SIGNED = 64
 """URLs asked for with one message, at most."""
 MAX_ASKED = 1024
 """Groups asked about with one message, at most."""
+MAX_LEASES = 1024
+"""Leases that one message renews or returns, at most."""
+MAX_TASKS = 64
+"""Tasks leased with one message, at most. With payloads of `MAX_PROMPT_BYTES` they fit into a header."""
+MAX_PROMPT_BYTES = 64 << 10
+"""Bytes of a prompt's payload."""
+MAX_PROMPTS = 1 << 22
+"""Prompts of a list."""
 BEHIND: Frames = (b"",)
 """An empty payload. It sends a message over the payload connection, so that it cannot overtake earlier payloads."""
 
@@ -461,6 +469,8 @@ class Accepted(_Message, frozen=True, tag="accepted"):
     """Their bytes together."""
     over_length: tuple[int, int, int, int] = (0, 0, 0, 0)
     """Samples and tokens truncated, samples and tokens dropped, because samples were longer than `seq_len`."""
+    late: bool = False
+    """Another process was faster: a group was accepted for this task before, and this one is not kept."""
 
 
 class Missing(_Message, frozen=True, tag="missing"):
@@ -507,9 +517,132 @@ class Status(_Message, frozen=True, tag="status"):
     """JSON."""
 
 
+# ------------------------------------------------------------------ leases
+
+
+class Renew(_Message, frozen=True, tag="renew"):
+    """This process still works on what it leased."""
+
+    ticket: int
+    leases: tuple[int, ...]
+    """Their numbers, at most `MAX_LEASES`."""
+
+
+class Renewed(_Message, frozen=True, tag="renewed"):
+    """Answers `Renew`."""
+
+    ticket: int
+    cancelled: tuple[tuple[int, str], ...] = ()
+    """Leases whose result can no longer be used, each with the reason. The others are renewed."""
+    policy_version: int | None = None
+    """The version of the weights that was published last."""
+
+
+class GiveBack(_Message, frozen=True, tag="give-back"):
+    """Returns leases before they run out. Answered by `Accepted` or `Rejected`."""
+
+    ticket: int
+    leases: tuple[int, ...]
+    """Their numbers, at most `MAX_LEASES`. Those that ended already are ignored."""
+    reason: str = ""
+    """Why the work on them failed. Empty if it did not: the process stops, or has too many."""
+
+
+# ------------------------------------------------------------------ tasks
+
+
+class OfferPrompts(_Message, frozen=True, tag="offer-prompts"):
+    """Opens a list of prompts, or changes it. Its prompts are sent with `AddPrompts` if the plane lacks them."""
+
+    ticket: int
+    list: str
+    digest: bytes
+    """Of the whole list (`prompt_chunks.py`)."""
+    count: int
+    chunks: tuple[bytes, ...]
+    """Digest of each chunk in which the prompts are sent."""
+    epochs: int
+    seed: int
+    shuffle: bool
+    attempts: int
+    again: tuple[str, ...]
+    tenant: str = ""
+
+
+class PromptsOffered(_Message, frozen=True, tag="prompts-offered"):
+    """Answers `OfferPrompts`."""
+
+    ticket: int
+    missing: tuple[int, ...] = ()
+    """Chunks to send before the list is offered again. None: the list is open."""
+
+
+class AddPrompts(_Message, frozen=True, tag="add-prompts"):
+    """A chunk of an offered list. Answered by `Accepted` when it is durable, or `Rejected`."""
+
+    ticket: int
+    digest: bytes
+    """Of the list."""
+    chunk: int
+    first: int
+    """Place of the chunk's first prompt in the list."""
+    names: tuple[str, ...]
+    payloads: tuple[bytes, ...]
+
+
+class LeaseTasks(_Message, frozen=True, tag="lease-tasks"):
+    """Asks for tasks of a list. Answered when there are some, or after a heartbeat with what they wait for."""
+
+    ticket: int
+    list: str
+    count: int
+    """At most `MAX_TASKS`."""
+    worker: str
+    lease_s: float
+
+
+class LeasedTask(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A task in an answer."""
+
+    lease: int
+    group: str
+    """The id that its group must have."""
+    prompt: str
+    payload: bytes
+    epoch: int
+    attempt: int
+
+
+class TasksLeased(_Message, frozen=True, tag="tasks-leased"):
+    """Answers `LeaseTasks`."""
+
+    ticket: int
+    tasks: tuple[LeasedTask, ...] = ()
+    waiting_for: str = ""
+    """Why there are no tasks now."""
+    ended: bool = False
+    """Every task of every epoch is completed."""
+    policy_version: int | None = None
+
+
 FromRank: TypeAlias = Hello | Request | Received | Commit | Report | Fail | Damaged | Beat | Bye
 FromProducer: TypeAlias = (
-    Put | OpenSegment | SignUrls | Trace | AskRoom | GiveUp | Discard | SettleGroup | SetWeight | Ask | AskGroups
+    Put
+    | OpenSegment
+    | SignUrls
+    | Trace
+    | AskRoom
+    | GiveUp
+    | Discard
+    | SettleGroup
+    | SetWeight
+    | Ask
+    | AskGroups
+    | Renew
+    | GiveBack
+    | OfferPrompts
+    | AddPrompts
+    | LeaseTasks
 )
 One: TypeAlias = FromRank | FromProducer | Attach
 FromClient: TypeAlias = One | Bundle
@@ -535,6 +668,9 @@ FromPlane: TypeAlias = (
     | Answers
     | Status
     | GroupStates
+    | Renewed
+    | PromptsOffered
+    | TasksLeased
 )
 
 

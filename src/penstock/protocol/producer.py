@@ -54,21 +54,48 @@ from penstock.protocol.messages import (
     GiveUp,
     GroupStates,
     Missing,
+    PromptsOffered,
     Pulse,
     Put,
     Refused,
     Rejected,
+    Renewed,
     Room,
     SegmentOpened,
     SignedUrls,
     Status,
+    TasksLeased,
     Trace,
 )
 from penstock.protocol.retry import Contact, Failed, Out, Pending
 from penstock.protocol.rooms import NOTHING, Amount
 from penstock.protocol.timeouts import Timeouts
 
-Answer: TypeAlias = Accepted | Rejected | Status | Attached | SegmentOpened | SignedUrls | GroupStates | Room
+Answer: TypeAlias = (
+    Accepted
+    | Rejected
+    | Status
+    | Attached
+    | SegmentOpened
+    | SignedUrls
+    | GroupStates
+    | Room
+    | Renewed
+    | PromptsOffered
+    | TasksLeased
+)
+_ANSWERS = (
+    Accepted,
+    Status,
+    Attached,
+    SegmentOpened,
+    SignedUrls,
+    GroupStates,
+    Renewed,
+    PromptsOffered,
+    TasksLeased,
+)
+"""Messages that answer a request by its ticket and end it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +348,7 @@ class ProducerSession:
         self._contact.hear(now)
         if isinstance(message, Answers):
             return [event for answer in message.answers for event in self.on_message(answer, now)]
-        if isinstance(message, (Attached, Accepted, Room, Pulse)):
+        if isinstance(message, (Attached, Accepted, Room, Pulse, Renewed, TasksLeased)):
             self.policy_version = message.policy_version
         if isinstance(message, (Attached, Accepted, Pulse)):
             self._hear_credit(message, now)
@@ -337,7 +364,7 @@ class ProducerSession:
             return self._on_rejected(message, now)
         if isinstance(message, Attached) and message.ticket == 0:
             return self._on_attached(message, now)
-        if isinstance(message, (Accepted, Status, Attached, SegmentOpened, SignedUrls, GroupStates)):
+        if isinstance(message, _ANSWERS):
             question = self._close(message.ticket)
             return [Answered(message.ticket, message)] if question is not None else []
         return []

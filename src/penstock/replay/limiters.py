@@ -50,6 +50,13 @@ class Limiter(Protocol):
     def may_sample(self, count: int, inserted: int, sampled: int, held: int) -> bool:
         """Return whether `count` items may be sampled in one batch."""
 
+    def lease_room(self, *, version: int, groups_per_step: float, accepted: int, running: int) -> int | None:
+        """Return how many more prompts may be handed out now; None: any number.
+
+        `version`: weight updates since the run began. `groups_per_step`: groups that a step takes, on average.
+        `accepted`: groups that were put and are trained, or may be. `running`: prompts handed out and not put yet.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class MinSize:
@@ -72,6 +79,9 @@ class MinSize:
 
     def may_sample(self, count: int, inserted: int, sampled: int, held: int) -> bool:  # noqa: ARG002
         return held >= self.min_size
+
+    def lease_room(self, *, version: int, groups_per_step: float, accepted: int, running: int) -> int | None:  # noqa: ARG002
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +115,9 @@ class Queue:
 
     def may_sample(self, count: int, inserted: int, sampled: int, held: int) -> bool:  # noqa: ARG002
         return held >= 1
+
+    def lease_room(self, *, version: int, groups_per_step: float, accepted: int, running: int) -> int | None:  # noqa: ARG002
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +204,9 @@ class SamplesPerInsert:
             return False
         lower = self.ratio * self.min_size - self.error_buffer
         return inserted * self.ratio - sampled - count >= lower - _ROUNDING
+
+    def lease_room(self, *, version: int, groups_per_step: float, accepted: int, running: int) -> int | None:  # noqa: ARG002
+        return None
 
 
 def _check_min_size(limiter: MinSize | SamplesPerInsert, capacity: int) -> None:

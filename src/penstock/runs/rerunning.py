@@ -22,11 +22,13 @@ from penstock.frames import GroupMetadata
 from penstock.log import (
     DropGroup,
     GroupRow,
+    HandOut,
     Lose,
     Quarantine,
     Record,
     ReleaseGroup,
     Report,
+    ReturnLeases,
     Shorten,
     SqliteLog,
     State,
@@ -118,6 +120,8 @@ class _Life:
         self._to_come = list(recorded.settings)
         self._without: set[int] = set()
         """Ops of groups that were put without a frame."""
+        self._leases: dict[int, tuple[str, str]] = {}
+        """Kind and key of each recorded lease."""
         self._next_step = 1
         self._engine: Engine | None = None
         self.same = self.skipped = 0
@@ -190,8 +194,11 @@ class _Life:
 
     def decide(self, entry: RecordEntry) -> None:
         record = read_record(entry.data)
-        # A put counts again what it shortens, and reports take effect with a decision of their own.
-        if isinstance(record, (Shorten, Report)):
+        if isinstance(record, HandOut):
+            self._leases |= {number: (record.kind, key) for number, key in enumerate(record.keys, start=entry.op)}
+        # A put counts again what it shortens, and reports take effect with a decision of their own. A group without a
+        # sample that fits has a key and is not put again.
+        if isinstance(record, Report) or (isinstance(record, Shorten) and not record.key):
             return
         self.engine.recorder.decide(self._of_today(record))
 
@@ -208,6 +215,9 @@ class _Life:
             )
         if isinstance(record, (ReleaseGroup, DropGroup)):
             return type(record)(op=set_aside[names[record.op]])
+        if isinstance(record, ReturnLeases):
+            numbers = [state.leases.number_of(*self._leases[number]) for number in record.leases]
+            return ReturnLeases(leases=tuple(n for n in numbers if n is not None), reason=record.reason)
         return record
 
     # -------------------------------------------------------------- steps

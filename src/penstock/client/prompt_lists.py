@@ -1,0 +1,72 @@
+"""Reads prompts for `plane.tasks`: names or small JSON objects, from a list, an iterable or a file of JSON lines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+
+from penstock.errors import InvalidInput
+from penstock.protocol import MAX_PROMPTS, check_prompt
+
+Prompt: TypeAlias = str | Mapping[str, Any]
+"""A name, or an object with a `name` and whatever a worker needs."""
+_ENCODE = msgspec.json.Encoder(order="deterministic")
+
+
+def read_prompts(prompts: str | os.PathLike[str] | Iterable[Prompt]) -> list[tuple[str, bytes]]:
+    """Return names and payloads. A text or a path is a file with one JSON value in each line.
+
+    >>> read_prompts(["a", {"name": "b", "question": "1 + 1?"}])
+    [('a', b''), ('b', b'{"name":"b","question":"1 + 1?"}')]
+    """
+    items = _lines(Path(prompts)) if isinstance(prompts, (str, os.PathLike)) else enumerate(prompts)
+    found: dict[str, bytes] = {}
+    places: dict[str, object] = {}
+    for place, item in items:
+        name, payload = _read(item, place)
+        if name in found:
+            raise InvalidInput(f"prompts[{place}]: {name!r} is also the name of prompts[{places[name]}]; use each once")
+        found[name], places[name] = payload, place
+        if len(found) > MAX_PROMPTS:
+            raise InvalidInput(f"prompts: more than {MAX_PROMPTS:,}; use several lists")
+    if not found:
+        raise InvalidInput("prompts: none; give at least one")
+    return list(found.items())
+
+
+def _read(item: object, place: object) -> tuple[str, bytes]:
+    if isinstance(item, str):
+        name, payload = item, b""
+    elif isinstance(item, Mapping) and isinstance(item.get("name"), str):
+        name = item["name"]
+        try:
+            payload = _ENCODE.encode(dict(item))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidInput(f"prompts[{place}]: {name[:40]!r} is not JSON: {error}") from None
+    else:
+        raise InvalidInput(
+            f"prompts[{place}]: {str(item)[:80]!r}; give a name, or an object with one: "
+            '{"name": "math-17", "question": ...}'
+        )
+    try:
+        check_prompt(name, payload)
+    except InvalidInput as error:
+        raise InvalidInput(f"prompts[{place}]: {error}") from None
+    return name, payload
+
+
+def _lines(path: Path) -> Iterator[tuple[str, object]]:
+    if not path.is_file():
+        raise InvalidInput(f"prompts: {str(path)!r} is no file; give a file of JSON lines, or a list of names")
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield f"line {number}", msgspec.json.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise InvalidInput(f"{path}, line {number}: not JSON: {error}") from None

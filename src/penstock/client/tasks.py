@@ -1,0 +1,408 @@
+"""Prompts that the plane leases to workers: `for task in plane.tasks(prompts)`, or `async for`.
+
+A worker asks for a task, generates, and puts the group that `task.group()` makes. The put completes the task. The lease
+on it is renewed in the background while this process lives. If the process dies, or returns the task, another worker
+gets it. So every prompt is trained once per epoch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from penstock.client.conversations import Call, Conversation, arun, run
+from penstock.client.group_builder import FAILED, AsyncGroupBuilder, GroupBuilder, builder_fields
+from penstock.client.producer_connection import ProducerConnection, error_of
+from penstock.client.prompt_lists import Prompt, read_prompts
+from penstock.client.renewals import give_back
+from penstock.convert import Advantage, Filter, Group, grpo
+from penstock.errors import CallerError, InvalidInput
+from penstock.protocol import (
+    MAX_TASKS,
+    AddPrompts,
+    Answer,
+    FromClient,
+    LeasedTask,
+    LeaseTasks,
+    OfferPrompts,
+    PromptChunk,
+    PromptsOffered,
+    Rejected,
+    TasksLeased,
+    chunk_prompts,
+    list_digest,
+)
+
+if TYPE_CHECKING:
+    from penstock.client.plane import Plane
+
+logger = logging.getLogger("penstock.producer")
+AGAIN = ("stale", "lost", FAILED)
+"""Reasons for which a dropped group is made again, by default."""
+
+
+class Cancelled:
+    """Tells when the result of a task can no longer be used. Like `threading.Event`; also `await task.cancelled`."""
+
+    def __init__(self) -> None:
+        self._event, self._lock = threading.Event(), threading.Lock()
+        self._wakes: list[Callable[[], object]] = []
+        self.reason = ""
+        """Why: too stale, completed by another worker, tenant evicted, prompt removed."""
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    __bool__ = is_set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until it is set. Returns False if `timeout` seconds passed first."""
+        return self._event.wait(timeout)
+
+    def __await__(self) -> Generator[Any, None, str]:
+        """Wait in a task of asyncio. Returns the reason."""
+        import asyncio  # a worker of threads does without: it takes 20 ms to import
+
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+
+        def finish() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        with self._lock:
+            if not self._event.is_set():
+                self._wakes.append(partial(loop.call_soon_threadsafe, finish))
+            else:
+                done.set_result(None)
+        yield from done
+        return self.reason
+
+    def fire(self, reason: str) -> None:
+        """Set it. Called by the connection's thread."""
+        with self._lock:
+            self.reason = self.reason or reason
+            self._event.set()
+            wakes, self._wakes = self._wakes, []
+        for wake in wakes:
+            with suppress(RuntimeError):  # its event loop was closed meanwhile
+                wake()
+
+
+class Task:
+    """One prompt of one epoch, leased to this process. Put the group of `group()`, or call `give_back`."""
+
+    def __init__(self, plane: Plane, connection: ProducerConnection, leased: LeasedTask, version: int | None) -> None:
+        self._plane, self._connection = plane, connection
+        self.lease = leased.lease
+        self.id = leased.group
+        """The id that the task's group must have."""
+        self.prompt = leased.prompt
+        """The prompt's name."""
+        self.payload: dict[str, Any] | None = msgspec.json.decode(leased.payload) if leased.payload else None
+        """The prompt's object as it was listed, or None for a prompt that is a name."""
+        self.epoch, self.attempt = leased.epoch, leased.attempt
+        self.policy_version = version
+        """The version of the weights that was published when the task was leased."""
+        self.cancelled = Cancelled()
+        # Left without a put: the work failed. Must not refer to `self`, or it would never be collected.
+        self._abandoned = weakref.finalize(self, connection.renewals.abandon, leased.lease, FAILED)
+        self._abandoned.atexit = False
+
+    def __repr__(self) -> str:
+        return f"Task({self.prompt!r}, epoch={self.epoch}, attempt={self.attempt})"
+
+    @property
+    def is_late(self) -> bool:
+        """Whether another worker completed the task first, so that the group put here was not kept."""
+        return self.id in self._plane.counts.late
+
+    def group(
+        self,
+        *,
+        policy_version: int | None = None,
+        advantage: Advantage | None = grpo,
+        filters: Iterable[Filter] = (),
+        priority: float = 1.0,
+        timeout: float | None = None,
+    ) -> TaskGroup:
+        """`plane.group` with id, prompt and policy version of the task. Leaving the block puts the group.
+
+        An exception in the block, or filters that leave nothing, end this attempt: with a reason in `again` the prompt
+        is leased again. If another worker was faster, the put is counted and not kept; `is_late` tells."""
+        return TaskGroup(self, self._fields(policy_version, advantage, tuple(filters), priority, timeout))
+
+    def agroup(
+        self,
+        *,
+        policy_version: int | None = None,
+        advantage: Advantage | None = grpo,
+        filters: Iterable[Filter] = (),
+        priority: float = 1.0,
+        timeout: float | None = None,
+    ) -> AsyncTaskGroup:
+        """`group` for asyncio: `async with task.agroup() as group`."""
+        return AsyncTaskGroup(self, self._fields(policy_version, advantage, tuple(filters), priority, timeout))
+
+    def _fields(
+        self,
+        version: int | None,
+        advantage: Advantage | None,
+        filters: tuple[Filter, ...],
+        priority: float,
+        timeout: float | None,
+    ) -> dict[str, Any]:
+        version = self.policy_version if version is None else version
+        return builder_fields(self._plane, self.prompt, self.id, version, advantage, filters, False, priority, timeout)
+
+    def give_back(self, reason: str = "") -> None:
+        """Return the task without a group, for another worker. With a reason, this attempt counts as failed."""
+        if self._end():
+            run(self._giving_back(reason))
+
+    async def agive_back(self, reason: str = "") -> None:
+        """`give_back` for asyncio."""
+        if self._end():
+            await arun(self._giving_back(reason), self._plane.acompute)
+
+    def _giving_back(self, reason: str) -> Conversation[None]:
+        _checked((yield from self._connection.ask(partial(give_back, (self.lease,), reason))))
+
+    def _end(self) -> bool:
+        """Stop renewing the lease. Returns False if that was done before."""
+        self._connection.renewals.release(self.lease)
+        return self._abandoned.detach() is not None
+
+    # -------------------------------------------------------------- for its group
+
+    def left(self, error: BaseException) -> None:
+        """End the attempt because of an exception. Does not wait for the plane: the exception comes first."""
+        # An interrupt or a cancelled task says nothing about the prompt, and neither does a plane that is full or away.
+        is_failure = isinstance(error, Exception) and not self.cancelled.is_set()
+        if self._end():
+            self._connection.renewals.abandon(self.lease, FAILED if is_failure else "")
+
+    def put_failed(self, error: BaseException) -> None:
+        if self._end():
+            self._connection.renewals.abandon(self.lease, FAILED if isinstance(error, CallerError) else "")
+
+    def reason_of(self, group: Group, *, has_failed: bool) -> str:
+        """Return why a group was not put, or "" if it was."""
+        if len(group):
+            return FAILED if has_failed else ""
+        return max(group.dropped, key=lambda reason: group.dropped[reason], default=FAILED)
+
+    def completed(self) -> None:
+        self._end()
+
+
+class TaskGroup(GroupBuilder):
+    """Collects the rollouts of a task in a `with` block."""
+
+    def __init__(self, task: Task, fields: dict[str, Any]) -> None:
+        super().__init__(**fields)
+        self._task = task
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.put()
+        else:
+            self._task.left(error)
+
+    def put(self) -> Group:
+        """Make the group and put it, which completes the task."""
+        try:
+            group = super().put()
+        except BaseException as error:
+            self._task.put_failed(error)
+            raise
+        if reason := self._task.reason_of(group, has_failed=self.has_failed(group)):
+            self._task.give_back(reason)
+        else:
+            self._task.completed()
+        return group
+
+
+class AsyncTaskGroup(AsyncGroupBuilder):
+    """Collects the rollouts of a task in an `async with` block."""
+
+    def __init__(self, task: Task, fields: dict[str, Any]) -> None:
+        super().__init__(**fields)
+        self._task = task
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self.put()
+        else:
+            self._task.left(error)
+
+    async def put(self) -> Group:
+        """Make the group and put it, which completes the task."""
+        try:
+            group = await super().put()
+        except BaseException as error:
+            self._task.put_failed(error)
+            raise
+        if reason := self._task.reason_of(group, has_failed=self.has_failed(group)):
+            await self._task.agive_back(reason)
+        else:
+            self._task.completed()
+        return group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSettings:
+    """The arguments of `plane.tasks`."""
+
+    name: str
+    epochs: int
+    seed: int
+    shuffle: bool
+    batch: int
+    lease_s: float
+    attempts: int
+    again: tuple[str, ...]
+    tenant: str
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.batch <= MAX_TASKS:
+            raise InvalidInput(f"tasks: batch: {self.batch}; give 1 to {MAX_TASKS}")
+
+
+class Tasks:
+    """The tasks of a list, to iterate over: `for task in tasks`, or `async for task in tasks`."""
+
+    def __init__(
+        self,
+        plane: Plane,
+        connection: ProducerConnection,
+        prompts: str | os.PathLike[str] | Iterable[Prompt],
+        settings: TaskSettings,
+    ) -> None:
+        self._plane, self._connection, self._settings = plane, connection, settings
+        self._prompts: str | os.PathLike[str] | Iterable[Prompt] | None = prompts
+        self._worker = f"{socket.gethostname()[:100]}:{os.getpid()}:{secrets.token_hex(4)}"
+        self.waiting_for = ""
+        """Why there is no task right now, as the plane says it."""
+
+    def __iter__(self) -> Iterator[Task]:
+        run(self._open())
+        batch: deque[Task] = deque()
+        try:
+            while batch or (batch := run(self._lease())):
+                yield batch.popleft()
+        finally:
+            self._return(batch)
+
+    async def __aiter__(self) -> AsyncIterator[Task]:
+        await arun(self._open(), self._plane.acompute)
+        batch: deque[Task] = deque()
+        try:
+            while batch or (batch := await arun(self._lease(), self._plane.acompute)):
+                yield batch.popleft()
+        finally:
+            self._return(batch)
+
+    def _return(self, batch: deque[Task]) -> None:
+        """Return tasks that were leased ahead when the loop was left."""
+        for task in batch:
+            task.left(GeneratorExit())
+
+    def _open(self) -> Conversation[None]:
+        """Offer the list, and send what the plane lacks of it."""
+        if self._prompts is None:
+            return
+        prompts = yield Call(partial(read_prompts, self._prompts))
+        chunks: list[PromptChunk] = yield Call(lambda: list(chunk_prompts(prompts)))
+        digests = tuple(chunk.digest for chunk in chunks)
+        offer = partial(self._offer, digests, len(prompts))
+        while True:
+            answer = _checked((yield from self._connection.ask(offer)))
+            assert isinstance(answer, PromptsOffered)
+            if not answer.missing:
+                break
+            for number in answer.missing:
+                sent = yield from self._connection.ask(partial(_add, list_digest(digests), number, chunks[number]))
+                if isinstance(sent, Rejected) and sent.kind == "UnknownKey":
+                    break  # the plane restarted since: offer it again
+                _checked(sent)
+        # The plane has it: a second loop over these tasks need not read it again, and memory is free.
+        self._prompts = None
+
+    def _offer(self, digests: tuple[bytes, ...], count: int, ticket: int) -> OfferPrompts:
+        settings = self._settings
+        return OfferPrompts(
+            ticket=ticket,
+            list=settings.name,
+            digest=list_digest(digests),
+            count=count,
+            chunks=digests,
+            epochs=settings.epochs,
+            seed=settings.seed,
+            shuffle=settings.shuffle,
+            attempts=settings.attempts,
+            again=settings.again,
+            tenant=settings.tenant,
+        )
+
+    def _lease(self) -> Conversation[deque[Task]]:
+        """Return tasks, or none once every task of the list is completed."""
+        while True:
+            answer = _checked((yield from self._connection.ask(self._want)))
+            assert isinstance(answer, TasksLeased)
+            if answer.waiting_for != self.waiting_for:
+                self.waiting_for = answer.waiting_for
+                if self.waiting_for:
+                    logger.info("tasks %r: waits for %s", self._settings.name, self.waiting_for)
+            if answer.tasks or answer.ended:
+                return deque(self._task(one, answer.policy_version) for one in answer.tasks)
+
+    def _want(self, ticket: int) -> LeaseTasks:
+        settings = self._settings
+        return LeaseTasks(
+            ticket=ticket,
+            list=settings.name,
+            count=settings.batch,
+            worker=self._worker,
+            lease_s=settings.lease_s,
+        )
+
+    def _task(self, leased: LeasedTask, version: int | None) -> Task:
+        task = Task(self._plane, self._connection, leased, version)
+        self._connection.renewals.hold(leased.lease, self._settings.lease_s, time.monotonic(), task.cancelled.fire)
+        return task
+
+
+def _add(digest: bytes, number: int, chunk: PromptChunk, ticket: int) -> FromClient:
+    return AddPrompts(
+        ticket=ticket,
+        digest=digest,
+        chunk=number,
+        first=chunk.first,
+        names=chunk.names,
+        payloads=chunk.payloads,
+    )
+
+
+def _checked(answer: Answer) -> Answer:
+    if isinstance(answer, Rejected):
+        raise error_of(answer)
+    return answer

@@ -1,0 +1,70 @@
+"""Random histories of tasks against a plain model: leases, deaths, puts, drops, restarts, lists that change."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from penstock.plane.settings import Replay, Target
+from tests.support.planes import OpenEngine
+from tests.support.task_model import STALENESS, TaskRun
+
+ACTIONS = {
+    TaskRun.run_out: 1,
+    TaskRun.give_back: 2,
+    TaskRun.put: 8,
+    TaskRun.train: 3,
+    TaskRun.lose: 1,
+    TaskRun.restart: 1,
+}
+
+
+def live(open_engine: OpenEngine, seed: int, *, changes: bool) -> TaskRun:
+    rng = random.Random(seed)
+    engine = open_engine(
+        target=Target(groups=2),
+        ranks=1,
+        replay=Replay(max_staleness=STALENESS, capacity=1000),
+        snapshot_every=rng.choice([5, 1 << 30]),
+    )
+    run = TaskRun(engine, rng)
+    names = [f"n{number}" for number in range(rng.randrange(1, 9))]
+    run.open(names, epochs=2, attempts=rng.randrange(1, 5), seed=seed)
+    for _ in range(60):
+        if rng.random() < 0.4:
+            run.lease(rng.randrange(1, 4))
+        elif changes and rng.random() < 0.05:
+            pool = [f"n{number}" for number in range(12)]
+            run.open(rng.sample(pool, rng.randrange(1, 12)), epochs=2, attempts=run.attempts, seed=seed)
+        else:
+            rng.choices(list(ACTIONS), list(ACTIONS.values()))[0](run)
+        run.check()
+    return run
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_every_history_agrees_with_the_model_and_every_prompt_is_trained_once_per_epoch(
+    open_engine: OpenEngine, seed: int
+) -> None:
+    run = live(open_engine, seed, changes=False)
+    for _ in range(400):  # honest workers from here on: the rest is trained
+        run.lease(4)
+        run.put()
+        run.train()
+        run.restart() if run.rng.random() < 0.05 else None
+        if run.service.is_over(run.engine.state.tasks.lists["p"]):
+            break
+        if run.rng.random() < 0.2:
+            run.run_out()
+    run.check()
+    places = {one[0] for one in run.state.values()}
+    assert places <= {"trained", "dropped", "held"}  # too few are left for a step, at the end
+    assert sum(one[0] == "held" for one in run.state.values()) < 2
+
+
+@pytest.mark.parametrize("seed", range(1000, 1025))
+def test_a_list_that_changes_loses_nothing_and_repeats_nothing(open_engine: OpenEngine, seed: int) -> None:
+    run = live(open_engine, seed, changes=True)
+    run.restart()
+    run.check()

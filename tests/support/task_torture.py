@@ -1,0 +1,241 @@
+"""Real workers, ranks and a plane, killed again and again while prompts are leased, and a plain loader beside them.
+
+Each process is started with `python -m tests.support.task_torture KIND FOLDER URL NUMBER`:
+
+    plane      the plane; too old groups are dropped
+    worker     for task in plane.tasks(...), puts a group for each
+    loader     the baseline: reads its shard of the prompts in a seeded order, as a DataLoader does, saves how far it
+               read with every fourth batch, and continues there after a restart
+    rank       trains and publishes a version with every step
+
+`torture_tasks` starts them and kills workers and the plane. In the end the log says how often each prompt of each epoch
+was trained.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import penstock as ps
+from penstock.errors import PenstockError
+from penstock.log import reading
+from penstock.plane.task_book import read_task
+from penstock.protocol import Timeouts
+from penstock.server.watchdog import die_with_parent
+from tests.support.ports import free_port
+from tests.support.processes import Notes
+
+WORKERS, RANKS, EPOCHS, GROUPS_PER_STEP = 3, 2, 2, 4
+TIMEOUTS = Timeouts(heartbeat_s=0.3, peer_s=3.0, delivery_s=20.0, plane_s=120.0, resend_s=0.3)
+PATIENCE_S = 240.0
+_BATCH, _SAVE_EVERY = 2, 4
+
+
+@dataclass(slots=True, kw_only=True)
+class TaskResult:
+    """What became of the prompts."""
+
+    tasks: int
+    """Prompts times epochs."""
+    trained_once: int = 0
+    skipped: int = 0
+    """Prompts of an epoch that no step took."""
+    repeated: int = 0
+    """Prompts of an epoch that steps took more than once."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Tasks given up, by reason."""
+    again: dict[str, int] = field(default_factory=dict)
+    """Attempts repeated, by reason."""
+    late: int = 0
+    expired: int = 0
+    kills: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        return self.trained_once == self.tasks and not self.repeated
+
+
+# ------------------------------------------------------------------ the processes
+
+
+def run_plane(folder: Path, url: str) -> None:
+    with ps.open(
+        folder / "run",
+        listen=[url],
+        ranks=RANKS,
+        seq_len=64,
+        groups_per_step=GROUPS_PER_STEP,
+        max_staleness=2,
+        timeouts=TIMEOUTS,
+        snapshot_every=50,
+        run="tasks",
+    ):
+        signal.pause()
+
+
+def rollouts(group: ps.client.group_builder.CollectedRollouts, rng: Random) -> None:
+    """As a sampler makes them, in a few milliseconds."""
+    time.sleep(rng.random() * 0.02)
+    for reward in (0.0, 1.0):
+        turns = [ps.Turn([1, 2]), ps.Turn([rng.randrange(1000) for _ in range(4)], logprobs=[-0.5] * 4)]
+        group.add(ps.Trajectory(turns=turns, reward=reward))
+
+
+def run_worker(folder: Path, url: str, number: int) -> None:
+    notes, rng = Notes(folder / "done"), Random()
+    with ps.open(url, timeouts=TIMEOUTS) as plane:
+        for task in plane.tasks(folder / "prompts.jsonl", epochs=EPOCHS, lease_s=2.0, batch=_BATCH):
+            with task.group() as group:
+                rollouts(group, rng)
+            notes.write(number, task.id)
+
+
+def run_loader(folder: Path, url: str, number: int) -> None:
+    """Continue where the last state was saved. What was read and not put then is skipped, or put twice."""
+    saved, notes, rng = folder / f"position-{number}", Notes(folder / "done"), Random()
+    names = [line.strip().strip('"') for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    order = []
+    for epoch in range(1, EPOCHS + 1):
+        shuffled = sorted(names)
+        Random(epoch).shuffle(shuffled)
+        order += [f"{epoch}:{name}" for name in shuffled[number::WORKERS]]
+    with ps.open(url, timeouts=TIMEOUTS) as plane:
+        at = int(saved.read_text()) if saved.exists() else 0
+        for first in range(at, len(order), _BATCH):
+            if (first - at) // _BATCH % _SAVE_EVERY == _SAVE_EVERY - 1:
+                saved.write_text(str(first + _BATCH))  # as a loader that has read one batch ahead does
+            for name in order[first : first + _BATCH]:
+                with plane.group(name, policy_version=plane.policy_version) as group:
+                    rollouts(group, rng)
+                notes.write(number, name)
+
+
+def run_rank(url: str, number: int) -> None:
+    while True:
+        try:
+            with ps.connect(url, rank=number, world=RANKS, timeouts=TIMEOUTS) as source:
+                for step in source.steps():
+                    source.commit(step, policy_version=step.number)
+        except PenstockError:
+            time.sleep(0.2)  # another rank failed, or the plane is away: begin again where the log says
+
+
+# ------------------------------------------------------------------ the run
+
+
+class TaskTorture:
+    def __init__(self, folder: Path, prompts: int, seed: int, kind: str) -> None:
+        self.folder, self.rng, self.kind, self._num_prompts = folder, Random(seed), kind, prompts
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = "\n".join(f'"p{number}"' for number in range(prompts))
+        (folder / "prompts.jsonl").write_text(lines + "\n")
+        self.url = f"tcp://127.0.0.1:{free_port()}"
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.result = TaskResult(tasks=prompts * EPOCHS)
+
+    def start(self, name: str) -> None:
+        kind, number = name.split("-")
+        words = ["-m", "tests.support.task_torture", kind, str(self.folder), self.url, number, str(os.getpid())]
+        with (self.folder / f"{name}.err").open("ab") as errors:
+            self.processes[name] = subprocess.Popen([sys.executable, *words], stderr=errors, stdout=errors)
+
+    def start_all(self) -> None:
+        for name in ["plane-0", *(f"rank-{n}" for n in range(RANKS)), *(f"{self.kind}-{n}" for n in range(WORKERS))]:
+            self.start(name)
+
+    def kill(self, name: str) -> None:
+        process = self.processes[name]
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            self.result.kills[name.split("-")[0]] += 1
+        self.start(name)
+
+    def is_working(self) -> bool:
+        """Start workers again that failed. Returns False once all of them are done."""
+        states = {n: self.processes[f"{self.kind}-{n}"].poll() for n in range(WORKERS)}
+        for number, code in states.items():
+            if code not in (None, 0):
+                self.start(f"{self.kind}-{number}")
+        if self.processes["plane-0"].poll() is not None:
+            self.start("plane-0")
+        return any(code != 0 for code in states.values())
+
+    def run(self, kills: int) -> TaskResult:
+        began, total = time.monotonic(), self.result.tasks
+        self.start_all()
+        try:
+            for number in range(kills):
+                self._until(lambda n=number: self._num_done() >= n * total * 0.8 / kills)  # type: ignore[misc]
+                name = "plane-0" if self.rng.random() < 0.3 else f"{self.kind}-{self.rng.randrange(WORKERS)}"
+                self.kill(name)
+            self._until(lambda: not self.is_working())
+            self._finish()
+        finally:
+            for process in self.processes.values():
+                process.kill()
+                process.wait()
+        self._count()
+        self.result.seconds = time.monotonic() - began
+        return self.result
+
+    def _num_done(self) -> int:
+        self.is_working()
+        return len(Notes.read(self.folder / "done"))
+
+    def _until(self, condition: object) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():  # type: ignore[operator]
+            assert time.monotonic() < deadline, f"{self.folder}: no progress; see the .err files there"
+            time.sleep(0.05)
+
+    def _finish(self) -> None:
+        """Wait until the ranks have trained what fills a step."""
+        with ps.open(self.url, timeouts=TIMEOUTS) as plane:
+
+            def is_done() -> bool:
+                status = plane.status()
+                return bool(status["held_groups"] < GROUPS_PER_STEP and status["last_step"] < status["next_step"])
+
+            self._until(is_done)
+            status = plane.status()
+        tasks = status["tasks"].get("prompts", {"dropped": {}, "again": {}})
+        self.result.dropped, self.result.again = tasks["dropped"], tasks["again"]
+        self.result.late, self.result.expired = status["counts"]["tasks_late"], status["counts"]["leases_expired"]
+
+    def _count(self) -> None:
+        trained: Counter[str] = Counter()
+        with reading(self.folder / "run") as log:
+            names = dict(enumerate(log.prompt_names(1, self._num_prompts)))
+            for group, prompt in log.rows("SELECT id, prompt FROM groups WHERE uses > 0"):
+                task = read_task(group)
+                trained[prompt if task is None else f"{task.epoch}:{names[task.prompt]}"] += 1
+        places = [f"{epoch}:p{number}" for epoch in range(1, EPOCHS + 1) for number in range(self._num_prompts)]
+        self.result.trained_once = sum(trained[place] == 1 for place in places)
+        self.result.skipped = sum(trained[place] == 0 for place in places)
+        self.result.repeated = sum(trained[place] > 1 for place in places)
+
+
+def torture_tasks(folder: Path, *, kills: int, prompts: int, seed: int = 0, kind: str = "worker") -> TaskResult:
+    """Run two epochs of a list with kills. `kind`: "worker", or "loader" for the baseline."""
+    return TaskTorture(folder, prompts, seed, kind).run(kills)
+
+
+if __name__ == "__main__":
+    what, where, address, index, parent = sys.argv[1:]
+    die_with_parent(int(parent), signal.SIGKILL)
+    if what == "plane":
+        run_plane(Path(where), address)
+    elif what == "rank":
+        run_rank(address, int(index))
+    else:
+        {"worker": run_worker, "loader": run_loader}[what](Path(where), address, int(index))
