@@ -9,6 +9,7 @@ from penstock.client.feeding import feed as feed
 from penstock.client.group_states import GroupState as GroupState
 from penstock.client.handles import Handle as Handle
 from penstock.client.handles import usable_url as usable_url
+from penstock.client.late_columns import AttachResult as AttachResult
 from penstock.client.plane import Plane as Plane
 from penstock.client.source import Source as Source
 from penstock.client.source import Step as Step

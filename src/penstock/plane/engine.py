@@ -45,13 +45,15 @@ from penstock.log import (
     Weigh,
 )
 from penstock.plane.acceptance import Acceptance
+from penstock.plane.group_kinds import odd_groups
+from penstock.plane.late_values import LateDecisions
 from penstock.plane.ledger import Ledger
 from penstock.plane.priorities import report
 from penstock.plane.recorder import Recorder, ends_plane
 from penstock.plane.remembered import check_settings, damage_named, note_seq_len
 from penstock.plane.segments import Outside, Segments
 from penstock.plane.settings import PlaneSettings, Target
-from penstock.plane.state import PlaneState, odd_groups
+from penstock.plane.state import PlaneState
 from penstock.plane.step_builder import Place, PlannedStep
 from penstock.plane.telemetry import Durations
 from penstock.plane.tenant_tables import TenantTables
@@ -97,6 +99,7 @@ class Engine:
         self.writer.on_write = partial(self.durations.add, "write")
         """Writes frames that clients sent to the plane. Used by the intake thread only."""
         self.acceptance = Acceptance(settings, self.recorder)
+        self.late = LateDecisions(settings, self.recorder, self.acceptance)
         self._last_delivered = self.last_step
         """The last step that all ranks had, or, of steps planned before this plane started, may have had."""
         self.maybe_trained = self.last_step
@@ -315,6 +318,9 @@ class Engine:
                 f"the last {stale} groups that arrived were dropped as stale (max_staleness "
                 f"{self.settings.replay.max_staleness}, policy version {self.policy_version})"
             )
+        if waiting := self.state.late.waiting:
+            names = sorted({name for group in waiting.values() for name in group.awaited.columns})
+            why.append(f"{len(waiting)} groups wait for {', '.join(names)}")
         if self.state.quarantined:
             why.append(f"{len(self.state.quarantined)} groups are in quarantine")
         return "; ".join([f"generation: {held} of {target}", *why])

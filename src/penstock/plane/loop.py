@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,7 @@ from penstock.protocol import (
     AskGroups,
     AskRoom,
     Attach,
+    AttachValues,
     Buffer,
     Decide,
     Discard,
@@ -84,6 +86,10 @@ from penstock.storage import Storage
 from penstock.transport import PlaneTransport
 
 logger = logging.getLogger("penstock.plane")
+_ADMITTED = (
+    Put, OpenSegment, SignUrls, Trace, AskRoom, GiveUp, Discard, SettleGroup, SetWeight, AttachValues,
+)  # fmt: skip
+"""Messages of producers that admission answers."""
 _RETRY_S = 1.0
 """Pause after the disk was full, before effects and steps that need it are tried again."""
 _LOOK_S = 1.0
@@ -224,6 +230,7 @@ class PlaneLoop:
         outcomes = self._pipeline.collect()
         for outcome in outcomes:
             self._answer(outcome)
+        self._attach(now)
         self._unstage()
         self._admit(self.admission.answer_traces(self._is_kept))
         self._send_answers()
@@ -305,7 +312,7 @@ class PlaneLoop:
             self._effects.do(self._states(peer, message))
         elif isinstance(message, Ask):
             self._send(peer, Status(ticket=message.ticket, text=msgspec.json.encode(self.status())))
-        elif isinstance(message, (Put, OpenSegment, SignUrls, Trace, AskRoom, GiveUp, Discard, SettleGroup, SetWeight)):
+        elif isinstance(message, _ADMITTED):
             self._admit(self.admission.on_message(peer, message, frames))
         else:
             self._effects.carry_out(self.coordinator.on_message(peer, message, now))
@@ -314,6 +321,8 @@ class PlaneLoop:
         for effect in effects:
             if isinstance(effect, Offer):
                 self._offer(effect)
+            elif isinstance(effect, Decide) and isinstance(effect.message, AttachValues):
+                self.engine.late.offer(effect.ticket, effect.message)
             elif isinstance(effect, Decide):
                 self._effects.do(self._decide(effect))
             elif isinstance(effect, SignFor):
@@ -328,8 +337,16 @@ class PlaneLoop:
         states = self.engine.acceptance.states_of(message.groups)
         return Send(peer, GroupStates(ticket=message.ticket, states=tuple(states)))
 
+    def _attach(self, now: float) -> None:
+        """Attach the late values of this turn, and settle groups that have waited too long."""
+        for one in self.engine.late.flush():
+            assert isinstance(one.ticket, tuple)  # as made by admission
+            self._effects.do(self.admission.attached(one.ticket, one.error, one.new, one.known, one.late))
+        with suppress(DiskFull):  # the next turn tries again
+            self.engine.late.tick(now)
+
     def _decide(self, effect: Decide) -> Send:
-        if not isinstance(effect.message, OpenSegment):
+        if isinstance(effect.message, (Discard, SettleGroup, SetWeight)):
             return self.admission.decided(effect.ticket, decide(self.engine, self.run_logger, effect.message))
         try:
             (segment,) = self.engine.segments.register(_writer_of(effect.ticket[0]))
@@ -351,6 +368,8 @@ class PlaneLoop:
                 offer.frame,
                 evaluation=put.evaluation,
                 priority=put.priority,
+                advantage=put.advantage,
+                filters=put.filters,
                 claim=claim,
             )
         if outcome is not None and isinstance(outcome.error, Overloaded):

@@ -32,6 +32,7 @@ from penstock.protocol.messages import AskGroups as AskGroups
 from penstock.protocol.messages import AskRoom as AskRoom
 from penstock.protocol.messages import Attach as Attach
 from penstock.protocol.messages import Attached as Attached
+from penstock.protocol.messages import AttachValues as AttachValues
 from penstock.protocol.messages import Beat as Beat
 from penstock.protocol.messages import Buffer as Buffer
 from penstock.protocol.messages import Bundle as Bundle
@@ -56,6 +57,7 @@ from penstock.protocol.messages import SignedUrls as SignedUrls
 from penstock.protocol.messages import SignUrls as SignUrls
 from penstock.protocol.messages import Status as Status
 from penstock.protocol.messages import Trace as Trace
+from penstock.protocol.messages import ValuesAttached as ValuesAttached
 from penstock.protocol.messages import check_decision as check_decision
 from penstock.protocol.picks import PickedGroup as PickedGroup
 from penstock.protocol.picks import StepPicks as StepPicks

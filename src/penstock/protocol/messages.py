@@ -361,6 +361,10 @@ class Put(_Message, frozen=True, tag="put"):
     """What metrics show of an evaluation group in storage."""
     priority: float = 1.0
     """The priority until ranks report another, for samplers that use priorities."""
+    advantage: str = ""
+    """The advantage to compute when late rewards arrive, by name."""
+    filters: tuple[str, ...] = ()
+    """Filters to apply then, by name."""
 
 
 class Trace(_Message, frozen=True, tag="trace"):
@@ -416,6 +420,28 @@ class GroupStates(_Message, frozen=True, tag="group-states"):
     ticket: int
     states: tuple[tuple[str, str], ...]
     """State and reason of each group, in the order of the question."""
+
+
+class AttachValues(_Message, frozen=True, tag="attach-values"):
+    """Gives samples of accepted groups the values of a column that they lacked when they were put."""
+
+    ticket: int
+    column: str
+    values: dict[str, dict[str, float]]
+    """Group -> sample -> value; at most `MAX_ASKED` groups."""
+    errors: dict[str, dict[str, str]] = {}
+    """Group -> sample that could not be scored -> why."""
+
+
+class ValuesAttached(_Message, frozen=True, tag="values-attached"):
+    """Answers `AttachValues`: the values are in the log. Counts samples."""
+
+    ticket: int
+    new: int = 0
+    known: int = 0
+    """Had this value already."""
+    late: int = 0
+    """Of groups that are dropped, or trained without the value."""
 
 
 class Discard(_Message, frozen=True, tag="discard"):
@@ -509,7 +535,18 @@ class Status(_Message, frozen=True, tag="status"):
 
 FromRank: TypeAlias = Hello | Request | Received | Commit | Report | Fail | Damaged | Beat | Bye
 FromProducer: TypeAlias = (
-    Put | OpenSegment | SignUrls | Trace | AskRoom | GiveUp | Discard | SettleGroup | SetWeight | Ask | AskGroups
+    Put
+    | OpenSegment
+    | SignUrls
+    | Trace
+    | AskRoom
+    | GiveUp
+    | Discard
+    | SettleGroup
+    | SetWeight
+    | Ask
+    | AskGroups
+    | AttachValues
 )
 One: TypeAlias = FromRank | FromProducer | Attach
 FromClient: TypeAlias = One | Bundle
@@ -535,6 +572,7 @@ FromPlane: TypeAlias = (
     | Answers
     | Status
     | GroupStates
+    | ValuesAttached
 )
 
 

@@ -63,12 +63,17 @@ from penstock.protocol.messages import (
     SignedUrls,
     Status,
     Trace,
+    ValuesAttached,
 )
 from penstock.protocol.retry import Contact, Failed, Out, Pending
 from penstock.protocol.rooms import NOTHING, Amount
 from penstock.protocol.timeouts import Timeouts
 
-Answer: TypeAlias = Accepted | Rejected | Status | Attached | SegmentOpened | SignedUrls | GroupStates | Room
+Answer: TypeAlias = (
+    Accepted | Rejected | Status | Attached | SegmentOpened | SignedUrls | GroupStates | Room | ValuesAttached
+)
+_FINAL = (Accepted, Status, Attached, SegmentOpened, SignedUrls, GroupStates, ValuesAttached)
+"""Answers that end a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,8 @@ class PutRequest:
     evaluation: bool = False
     """An evaluation group needs no room in any table."""
     priority: float = 1.0
+    advantage: str = ""
+    filters: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -215,6 +222,8 @@ class ProducerSession:
                 digest=put.digest,
                 evaluation=put.evaluation,
                 priority=put.priority,
+                advantage=put.advantage,
+                filters=put.filters,
             ),
             now,
             self.timeouts.resend_s,
@@ -337,7 +346,7 @@ class ProducerSession:
             return self._on_rejected(message, now)
         if isinstance(message, Attached) and message.ticket == 0:
             return self._on_attached(message, now)
-        if isinstance(message, (Accepted, Status, Attached, SegmentOpened, SignedUrls, GroupStates)):
+        if isinstance(message, _FINAL):
             question = self._close(message.ticket)
             return [Answered(message.ticket, message)] if question is not None else []
         return []

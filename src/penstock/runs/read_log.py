@@ -182,7 +182,7 @@ def _counts(log: LogReader, next_step: int) -> dict[str, Any]:
         totals["num_groups"] += count
         totals["num_tokens"] += tokens
         totals["frame_bytes"] += kept
-        if state in (State.HELD, *_UNDER_WAY):
+        if state in (State.HELD, State.WAITING, *_UNDER_WAY):
             totals["held_bytes"] += size
         if state == State.HELD:
             totals["held_groups"] += count
