@@ -33,6 +33,7 @@ from penstock.protocol.messages import (
     AskGroups,
     AskRoom,
     Attach,
+    AttachValues,
     Beat,
     Bye,
     Commit,
@@ -259,6 +260,7 @@ HONEST: dict[type[Any], Any] = {
         SetWeight(ticket=1, tenant="", weight=1.0),
         Ask(ticket=1),
         AskGroups(ticket=1, groups=("a",)),
+        AttachValues(ticket=1, column="rewards", values={"a": {"a/0": 1.0}}, errors={"a": {"a/1": "late"}}),
     )
 }
 

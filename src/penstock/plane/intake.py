@@ -225,7 +225,7 @@ class Intake:
         """Return the metadata, if it matches the frame's size and the plane's limits."""
         metadata, size = GroupMetadata.from_bytes(group.raw_metadata), parse_location(group.location).size
         name = f"group {group.id!r}"
-        if metadata.late:
+        if metadata.late.values or metadata.late.left_out:
             raise CorruptFrame(f"{name}: metadata with late values; attach them after the put")
         if metadata.group != group.id or not metadata.num_samples:
             raise CorruptFrame(f"{name}: the metadata is of group {metadata.group!r}, {metadata.num_samples} samples")

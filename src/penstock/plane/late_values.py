@@ -186,13 +186,14 @@ class LateDecisions:
         if len(overdue) < MOST_OVERDUE:
             self._arrived.popleft()
 
-    def settle(self, ops: Iterable[int]) -> None:
-        """Drop groups whose columns did not come in time, or train them without, as `on_missing` says."""
+    def settle(self, ops: Iterable[int], *, overdue: bool = True) -> None:
+        """Admit groups. Those whose columns did not come in time are dropped, or trained without, as `on_missing`
+        says."""
         turn, state = _Turn(), self._recorder.state
         for op in ops:
-            self._admit(turn, op, state.late.waiting[op], overdue=True)
+            self._admit(turn, op, state.late.waiting[op], overdue=overdue)
         self._write(turn)
-        self._recorder.counts["groups_overdue"] += len(turn.verdicts)
+        self._recorder.counts["groups_overdue"] += len(turn.verdicts) if overdue else 0
 
 
 def _error_of(error: Exception) -> PenstockError:

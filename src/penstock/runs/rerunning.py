@@ -20,6 +20,10 @@ from penstock.config import build, without_removed
 from penstock.errors import CorruptFile, InvalidInput, PenstockError
 from penstock.frames import GroupMetadata
 from penstock.log import (
+    AdmitGroup,
+    AttachColumn,
+    AwaitColumns,
+    Awaited,
     DropGroup,
     GroupRow,
     Lose,
@@ -118,6 +122,8 @@ class _Life:
         self._to_come = list(recorded.settings)
         self._without: set[int] = set()
         """Ops of groups that were put without a frame."""
+        self._awaited: dict[str, Awaited] = {}
+        """What the groups to come wait for, by id."""
         self._next_step = 1
         self._engine: Engine | None = None
         self.same = self.skipped = 0
@@ -150,6 +156,8 @@ class _Life:
             self._put_frame(entry, frame)
             return
         self._without.add(entry.op)
+        if entry.id in self._awaited:
+            self.engine.recorder.decide(AwaitColumns(groups={entry.id: self._awaited[entry.id]}))
         # Its samples cannot be trained here, but it must be drawn as it was: as a waiting group without a frame.
         row = replace(entry, op=self.engine.state.op + 1, state=State.HELD, reason="", uses=0, location="")
         with self.engine.recorder.transaction():
@@ -169,6 +177,8 @@ class _Life:
         acceptance = self.engine.acceptance
         digest = xxhash.xxh3_128_digest(frame)
         group = Incoming(id=entry.id, digest=digest, size=len(frame), tickets=[None], frame=frame)
+        if entry.id in self._awaited:
+            group.advantage, group.filters = self._awaited[entry.id].advantage, self._awaited[entry.id].filters
         outcomes = [acceptance.offer(group, entry.run)]
         if outcomes[0] is True:
             self._intake.take([group])
@@ -193,7 +203,24 @@ class _Life:
         # A put counts again what it shortens, and reports take effect with a decision of their own.
         if isinstance(record, (Shorten, Report)):
             return
+        if isinstance(record, AwaitColumns):  # a put decides it again
+            self._awaited |= record.groups
+            return
+        if isinstance(record, (AttachColumn, AdmitGroup)):
+            self._decide_late(record)
+            return
         self.engine.recorder.decide(self._of_today(record))
+
+    def _decide_late(self, record: AttachColumn | AdmitGroup) -> None:
+        """Attach the recorded values. What follows from them is computed again, for groups that have a frame."""
+        engine, was = self.engine, record.group
+        op = engine.state.by_id.get(self._recorded.groups[was].id, 0)
+        if op not in engine.state.late.waiting:
+            return  # it did not wait here: the steps differ, and are compared
+        if isinstance(record, AdmitGroup) and was not in self._without:
+            engine.late.settle([op], overdue=record.overdue)
+        else:
+            engine.recorder.decide(msgspec.structs.replace(record, group=op))
 
     def _of_today(self, record: Record) -> Record:
         """Return the same decision with the ops that its groups have here."""
