@@ -42,11 +42,13 @@ from penstock.protocol.messages import (
     Fail,
     FromProducer,
     FromRank,
+    GiveBack,
     GiveUp,
     Hello,
     OpenSegment,
     Put,
     Received,
+    Renew,
     Report,
     Request,
     SettleGroup,
@@ -261,6 +263,8 @@ HONEST: dict[type[Any], Any] = {
         Ask(ticket=1),
         AskGroups(ticket=1, groups=("a",)),
         AttachValues(ticket=1, column="rewards", values={"a": {"a/0": 1.0}}, errors={"a": {"a/1": "late"}}),
+        Renew(ticket=1, leases=(1,)),
+        GiveBack(ticket=1, leases=(1,), reason="x"),
     )
 }
 

@@ -17,6 +17,7 @@ from typing import TypeAlias
 from penstock import errors
 from penstock.client.client_loop import ClientLoop
 from penstock.client.conversations import Call, Conversation, Inbox
+from penstock.client.renewals import Renewals
 from penstock.errors import Closed, Overloaded, PenstockError, PlaneLost
 from penstock.protocol import (
     Answer,
@@ -72,6 +73,8 @@ class ProducerConnection:
         self.session = session
         self._inboxes: dict[int, Inbox] = {}
         """Where the answer of each open request goes."""
+        self.renewals = Renewals()
+        """Keeps the leases of this client."""
         self._lock = threading.Lock()
         self._closed: BaseException | None = None
         timeouts = session.timeouts
@@ -203,6 +206,9 @@ class ProducerConnection:
     def close(self) -> None:
         """Close the connection. Waiting calls raise `Closed`."""
         with self._lock:
+            if self._closed is None:
+                for message in self.renewals.close():
+                    self._loop.send(message, (), self.session.run_id)
             self._closed = self._closed or Closed("this plane was closed")
             self._give_up(self._closed)
         self._loop.stop()
@@ -216,6 +222,10 @@ class ProducerConnection:
     def _on_tick(self, now: float) -> None:
         with self._lock:
             self._handle(self.session.on_tick(now))
+            for make, inbox in self.renewals.questions(now):
+                ticket, events = self.session.ask(make, now)
+                self._inboxes[ticket] = inbox
+                self._handle(events)
 
     def _on_end(self, error: BaseException) -> None:
         with self._lock:

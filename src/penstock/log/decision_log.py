@@ -192,3 +192,12 @@ class Log(LogReader):
         """Take frames and segments off the list once they are deleted."""
         self._write_keyed("DELETE FROM frees WHERE name", (), names)
         self._write_keyed("DELETE FROM segments WHERE name", (), names)
+
+    def add_prompts(self, first: int, prompts: Sequence[tuple[str, bytes]]) -> None:
+        """Add names and payloads of prompts from row `first` on. Rows that exist stay: they were sent twice."""
+        rows = [(row, name, payload) for row, (name, payload) in enumerate(prompts, start=first)]
+        self._insert("prompts", "number, name, payload", rows, known="ON CONFLICT (number) DO NOTHING")
+
+    def remove_prompts(self, first: int) -> None:
+        """Remove prompts from row `first` on: they were sent for a list that was never opened."""
+        self._write("DELETE FROM prompts WHERE number >= ?", (first,))

@@ -154,6 +154,49 @@ class AdmitGroup(_Record, frozen=True, tag="admit group"):
     """Whether its columns did not come in time."""
 
 
+class HandOut(_Record, frozen=True, tag="hand out"):
+    """Work is leased to a process. The leases are numbered from this decision on, and take as many numbers."""
+
+    kind: str
+    """"prompt" or "column"."""
+    keys: tuple[str, ...]
+    """What is leased, in the words of its kind."""
+    worker: str
+    """The process that works on it."""
+    lease_s: float
+    """Seconds without a renewal after which a lease returns. Only the plane's clock decides when that is."""
+
+
+class ReturnLeases(_Record, frozen=True, tag="return leases"):
+    """Leases end without a result."""
+
+    leases: tuple[int, ...]
+    reason: str = ""
+    """Why the work failed. Empty if the process ended or stopped, which says nothing about the work."""
+
+
+class OpenList(_Record, frozen=True, tag="open list"):
+    """A list of prompts is opened, changed or given other settings. Its prompts are in the table `prompts`."""
+
+    list: str
+    """Its name."""
+    digest: bytes
+    """XXH3-128 of its prompts."""
+    base: int
+    """Row of its first prompt."""
+    count: int
+    epochs: int
+    seed: int
+    shuffle: bool
+    attempts: int
+    """How often a prompt of an epoch is tried at most."""
+    again: tuple[str, ...]
+    """Reasons for which a dropped group is made again."""
+    tenant: str = ""
+    places: bytes = b""
+    """Number of each prompt, as little-endian uint32. Empty: 0, 1, 2, ... A prompt keeps its number in later lists."""
+
+
 Record: TypeAlias = (
     Advance
     | Prioritize
@@ -171,10 +214,18 @@ Record: TypeAlias = (
     | AwaitColumns
     | AttachColumn
     | AdmitGroup
+    | HandOut
+    | ReturnLeases
+    | OpenList
 )
 
 _PACK = msgspec.msgpack.Encoder()
 _READ: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+
+
+def numbers_taken(record: Record) -> int:
+    """Return how many decision numbers a record takes: one, or one for each lease that it hands out."""
+    return len(record.keys) if isinstance(record, HandOut) else 1
 
 
 def pack_record(record: Record) -> bytes:

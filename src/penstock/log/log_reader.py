@@ -12,7 +12,8 @@ from typing import Any
 from penstock.log.decision_records import Record, read_record
 from penstock.log.log_rows import SELECT_GROUPS, STATES, GroupRow, SegmentRow, State, group_row
 
-TABLES = ("meta", "groups", "facts", "records", "discards", "snapshots", "steps", "segments", "frees")
+TABLES = ("meta", "groups", "facts", "records", "discards", "snapshots", "steps", "segments", "frees", "prompts")
+_SELECT_PROMPTS = "SELECT number, name, payload FROM prompts WHERE number"
 
 
 class LogReader(ABC):
@@ -167,6 +168,17 @@ class LogReader(ABC):
 
     def frees(self) -> list[str]:
         return [name for (name,) in self.rows("SELECT name FROM frees")]
+
+    # -------------------------------------------------------------- prompts
+
+    def prompts_of(self, rows: Sequence[int]) -> dict[int, tuple[str, bytes]]:
+        """Return name and payload of prompts, by row."""
+        return {row: (name, payload) for row, name, payload in self._keyed(_SELECT_PROMPTS, rows)}
+
+    def prompt_names(self, first: int, count: int) -> list[str]:
+        """Return the names of `count` prompts from row `first` on."""
+        query = "SELECT name FROM prompts WHERE number >= ? AND number < ? ORDER BY number"
+        return [name for (name,) in self.rows(query, (first, first + count))]
 
     def _ordered(self, query: str, key: str, after: int) -> Iterable[tuple[Any, ...]]:
         """Return the rows whose key is greater than `after`, ordered by key. The key is the query's first column."""

@@ -23,9 +23,12 @@ COLUMNS = {
         "clean": "smallint",
     },
     "frees": {"name": "text"},
+    "prompts": {"number": "bigint", "name": "text", "payload": "bytea"},
 }
 """Table -> column -> type. The first column of a table is its key."""
 
+ADDED = ("prompts",)
+"""Tables that logs of this format may lack: an earlier version made them. A plane that opens such a log adds them."""
 _DEFAULTS = {("groups", name): column.rule for name, column in COLUMNS_OF_GROUPS.items()}
 FENCED = "PS001"
 """SQL state of the error that `begin_commit` raises."""
@@ -65,16 +68,19 @@ def migrations(found: int, wanted: int) -> list[str] | None:
     return [statement for step in steps if step for statement in step]
 
 
+def create_table(table: str) -> str:
+    """Return the statement that creates a table, unless it is there."""
+    lines = []
+    for number, (name, kind) in enumerate(COLUMNS[table].items()):
+        rule = "PRIMARY KEY" if not number else _DEFAULTS.get((table, name), "NOT NULL")
+        order = 'COLLATE "C"' if kind == "text" else ""
+        lines.append(f"{name} {kind} {order} {rule}")
+    return f"CREATE TABLE IF NOT EXISTS {table} ({', '.join(lines)});"
+
+
 def create_tables() -> str:
     """Return the statements that create an empty log in the current schema."""
-    made = [OWNER]
-    for table, columns in COLUMNS.items():
-        lines = []
-        for number, (name, kind) in enumerate(columns.items()):
-            rule = "PRIMARY KEY" if not number else _DEFAULTS.get((table, name), "NOT NULL")
-            order = 'COLLATE "C"' if kind == "text" else ""
-            lines.append(f"{name} {kind} {order} {rule}")
-        made.append(f"CREATE TABLE {table} ({', '.join(lines)});")
+    made = [OWNER, *map(create_table, COLUMNS)]
     made.append("CREATE UNIQUE INDEX groups_id ON groups (id);")
     # Metadata, plans and snapshots are compressed already. EXTERNAL stores them as they are: compressing again costs
     # more than it saves.

@@ -36,6 +36,7 @@ from penstock.protocol import (
     Peer,
     Pulse,
     Put,
+    Renew,
     Reported,
     Resume,
     Send,
@@ -180,7 +181,7 @@ def sign_of_life(coordinator: Coordinator, peer: Peer, header: Buffer, now: floa
         return None
     if isinstance(message, Beat):
         return coordinator.on_beat(peer, message, now)
-    return coordinator.pulse(now) if isinstance(message, (Put, Trace, AskRoom, Bundle)) else None
+    return coordinator.pulse(now) if isinstance(message, (Put, Trace, AskRoom, Bundle, Renew)) else None
 
 
 def admission_of(

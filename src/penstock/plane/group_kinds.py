@@ -1,8 +1,4 @@
-"""What groups of one step must have in common, counted by column, to find the groups that do not fit.
-
-The log's row of a group says whether its samples have a column, or in which shape. So no step is tried with and without
-each group.
-"""
+"""Kinds of groups: what all groups of a step must have in common, and which held groups are odd."""
 
 from __future__ import annotations
 

@@ -33,6 +33,7 @@ from penstock.plane.acceptance import Outcome
 from penstock.plane.damage import Damage, Look, look_at_frame
 from penstock.plane.effect_runner import EffectRunner, admission_of, coordinator_of, decide, sign_of_life
 from penstock.plane.engine import Engine
+from penstock.plane.leases import Leases
 from penstock.plane.opening import storage_of
 from penstock.plane.pipeline import AlteredOnTheWay, Pipeline, pipeline_of
 from penstock.plane.recorder import ends_plane, failure_text, run_at_once
@@ -55,6 +56,7 @@ from penstock.protocol import (
     Discard,
     Frames,
     FromPlane,
+    GiveBack,
     GiveUp,
     GroupStates,
     Missing,
@@ -67,6 +69,7 @@ from penstock.protocol import (
     Pulse,
     Put,
     Rejected,
+    Renew,
     Room,
     Send,
     SettleGroup,
@@ -145,6 +148,7 @@ class PlaneLoop:
         self._effects = EffectRunner(
             self.engine, self.coordinator, self._pipeline, self.run_logger, self._send, self.damage
         )
+        self.leases = Leases(self.engine.recorder)
         self._signing = UrlSigning(self.engine, self._workers, self.admission, self._effects.do)
         self._retry_at = self._look_at = 0.0
         self._now = self._started = time.monotonic()
@@ -239,6 +243,7 @@ class PlaneLoop:
         if now >= self._retry_at:
             self._retry_at = now + _RETRY_S if not (self._effects.run_deferred() and self._plan(now)) else 0.0
         self._marks.mark("planning")
+        self.leases.turn(now)
         self._effects.carry_out(self.damage.turn())
         self._effects.carry_out(self.coordinator.on_tick(now))
         self._admit(self.admission.offer_room(now))
@@ -310,12 +315,24 @@ class PlaneLoop:
             self._effects.do(self.admission.on_foreign(peer, run_id))
         elif isinstance(message, AskGroups):
             self._effects.do(self._states(peer, message))
+        elif isinstance(message, (Renew, GiveBack)):
+            self._on_leases(peer, message, now)
         elif isinstance(message, Ask):
             self._send(peer, Status(ticket=message.ticket, text=msgspec.json.encode(self.status())))
         elif isinstance(message, _ADMITTED):
             self._admit(self.admission.on_message(peer, message, frames))
         else:
             self._effects.carry_out(self.coordinator.on_message(peer, message, now))
+
+    def _on_leases(self, peer: Peer, message: Renew | GiveBack, now: float) -> None:
+        ticket = (peer, message.ticket)
+        try:
+            if isinstance(message, Renew):
+                self._send(peer, self.leases.on_renew(message, now))
+            else:
+                self.leases.on_give_back(message, lambda error: self._effects.do(self.admission.answer(ticket, error)))
+        except InvalidInput as error:
+            self._effects.do(self.admission.answer(ticket, error))
 
     def _admit(self, effects: Sequence[AdmissionEffect]) -> None:
         for effect in effects:

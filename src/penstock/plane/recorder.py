@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from penstock.errors import ConfigError, CorruptFile, DiskFull, Fenced, PenstockError, StorageError, WaitTimeout
 from penstock.frames import EvalMetadata
-from penstock.log import Discard, GroupRow, Log, Record, Shorten, State
+from penstock.log import Discard, GroupRow, Log, Record, Shorten, State, numbers_taken
 from penstock.plane.evaluations import Evaluations
 from penstock.plane.manifest import read_manifest
 from penstock.plane.remembered import keeps_all
@@ -76,6 +76,19 @@ class Recorder:
             if isinstance(record, (Discard, Shorten)) and record.key:
                 self.log.add_discard(record.key)
         self.state.redo(op, record)
+
+    def decide_all(self, records: Sequence[Record]) -> list[int]:
+        """Record several decisions in one transaction, then apply them in order. Returns their numbers."""
+        ops, op = [], self.state.op + 1
+        for record in records:
+            ops.append(op)
+            op += numbers_taken(record)
+        with self.transaction():
+            for number, record in zip(ops, records, strict=True):
+                self.log.add_record(number, record)
+        for number, record in zip(ops, records, strict=True):
+            self.state.redo(number, record)
+        return ops
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ import msgspec
 import xxhash
 
 from penstock.plane.late_groups import WaitingGroup
+from penstock.plane.lease_book import Lease
 from penstock.plane.priorities import Reports
 
 FORMAT = 3
@@ -57,6 +58,8 @@ class Saved(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Priorities that ranks reported."""
     waiting: dict[int, WaitingGroup] = {}
     """Groups that wait for columns, by op."""
+    leases: list[Lease] = []
+    """Open leases."""
 
     def to_bytes(self) -> bytes:
         """Encode as a checksum and the content."""

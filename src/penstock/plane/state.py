@@ -38,10 +38,12 @@ from penstock.log import (
     AwaitColumns,
     Awaited,
     Discard,
+    DropGroup,
     EvictTenant,
     ForgetReports,
     GivePriorities,
     GroupRow,
+    HandOut,
     Log,
     Lose,
     Prioritize,
@@ -49,14 +51,17 @@ from penstock.log import (
     Record,
     ReleaseGroup,
     Report,
+    ReturnLeases,
     Shorten,
     State,
     Weigh,
+    numbers_taken,
 )
 from penstock.plane.evaluations import Evaluations
 from penstock.plane.freeing import Freeing
 from penstock.plane.group_kinds import count_kinds
 from penstock.plane.late_groups import LateGroups
+from penstock.plane.lease_book import RETURNED, LeaseBook
 from penstock.plane.ledger import Ledger
 from penstock.plane.manifest import Manifest, read_manifest
 from penstock.plane.priorities import Reports
@@ -94,6 +99,7 @@ class PlaneState:
         self.reports = Reports()
         self.late = LateGroups()
         """Groups that wait for columns."""
+        self.leases = LeaseBook()
         self.quarantined: dict[int, GroupRow] = {}
         """Groups in quarantine, by op."""
         self.tenant_tables = TenantTables(replay, lambda key, reason: self._left.append((str(key), str(reason))))
@@ -273,7 +279,13 @@ class PlaneState:
             self.late.follow(record)
         elif isinstance(record, AdmitGroup):
             self._admit(record)
-        else:
+        elif isinstance(record, HandOut):
+            self.op = max(self.op, op + numbers_taken(record) - 1)
+            self.leases.begin(op, record, self.policy_version)
+        elif isinstance(record, ReturnLeases):
+            for number in record.leases:
+                self.leases.end(number, record.reason or RETURNED)
+        elif isinstance(record, DropGroup):
             row = self.quarantined.pop(record.op)
             self._account(row, State.QUARANTINED, State.DROPPED, "quarantined")
             self.freeing.add(row)
@@ -345,6 +357,7 @@ class PlaneState:
             tenant_tables=self.tenant_tables.save(),
             reports=self.reports,
             waiting=self.late.waiting,
+            leases=self.leases.save(),
         )
 
     def load(self, saved: Saved, log: Log) -> dict[int, GroupRow]:
@@ -360,6 +373,7 @@ class PlaneState:
         self.tenant_tables.load(saved.tenant_tables)
         self.reports = saved.reports
         self.late.restore(saved.waiting, self.rows)
+        self.leases.load(saved.leases)
         for key in self.tenant_tables:
             count_kinds(self.kinds, self.row_of(key), 1)
         recorded: dict[int, State] = {}

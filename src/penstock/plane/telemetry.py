@@ -71,6 +71,7 @@ COUNTS = {
     "values_attached": "samples that got a late value",
     "values_known": "samples that had the value already",
     "values_late": "values of groups that were dropped or trained without",
+    "leases_expired": "leases that ran out because their process was not heard",
 }
 """Counter -> meaning; a test holds that there are no others. `status()["counts"]` and the Prometheus page show every
 counter from the start, zeros too: a counter that appears only with its first event would hide that event from

@@ -23,6 +23,7 @@ from penstock.protocol.message_header import read_from_client as read_from_clien
 from penstock.protocol.message_header import read_from_plane as read_from_plane
 from penstock.protocol.message_header import run_of as run_of
 from penstock.protocol.messages import MAX_ASKED as MAX_ASKED
+from penstock.protocol.messages import MAX_LEASES as MAX_LEASES
 from penstock.protocol.messages import MAX_NAME as MAX_NAME
 from penstock.protocol.messages import MAX_REASON as MAX_REASON
 from penstock.protocol.messages import OVER_LENGTH as OVER_LENGTH
@@ -40,6 +41,7 @@ from penstock.protocol.messages import Discard as Discard
 from penstock.protocol.messages import Frames as Frames
 from penstock.protocol.messages import FromClient as FromClient
 from penstock.protocol.messages import FromPlane as FromPlane
+from penstock.protocol.messages import GiveBack as GiveBack
 from penstock.protocol.messages import GiveUp as GiveUp
 from penstock.protocol.messages import GroupStates as GroupStates
 from penstock.protocol.messages import Missing as Missing
@@ -49,6 +51,8 @@ from penstock.protocol.messages import Peer as Peer
 from penstock.protocol.messages import Pulse as Pulse
 from penstock.protocol.messages import Put as Put
 from penstock.protocol.messages import Rejected as Rejected
+from penstock.protocol.messages import Renew as Renew
+from penstock.protocol.messages import Renewed as Renewed
 from penstock.protocol.messages import Room as Room
 from penstock.protocol.messages import SegmentOpened as SegmentOpened
 from penstock.protocol.messages import SettleGroup as SettleGroup

@@ -35,6 +35,8 @@ MAX_SIGNED = 64
 """URLs asked for with one message, at most."""
 MAX_ASKED = 1024
 """Groups asked about with one message, at most."""
+MAX_LEASES = 1024
+"""Leases that one message hands out, renews or returns, at most."""
 BEHIND: Frames = (b"",)
 """An empty payload. It sends a message over the payload connection, so that it cannot overtake earlier payloads."""
 
@@ -533,6 +535,37 @@ class Status(_Message, frozen=True, tag="status"):
     """JSON."""
 
 
+# ------------------------------------------------------------------ leases
+
+
+class Renew(_Message, frozen=True, tag="renew"):
+    """This process still works on what it leased."""
+
+    ticket: int
+    leases: tuple[int, ...]
+    """Their numbers, at most `MAX_LEASES`."""
+
+
+class Renewed(_Message, frozen=True, tag="renewed"):
+    """Answers `Renew`."""
+
+    ticket: int
+    cancelled: tuple[tuple[int, str], ...] = ()
+    """Leases whose result can no longer be used, each with the reason. The others are renewed."""
+    policy_version: int | None = None
+    """The version of the weights that was published last."""
+
+
+class GiveBack(_Message, frozen=True, tag="give-back"):
+    """Returns leases before they run out. Answered by `Accepted` or `Rejected`."""
+
+    ticket: int
+    leases: tuple[int, ...]
+    """Their numbers, at most `MAX_LEASES`. Those that ended already are ignored."""
+    reason: str = ""
+    """Why the work on them failed. Empty if it did not: the process stops, or has too many."""
+
+
 FromRank: TypeAlias = Hello | Request | Received | Commit | Report | Fail | Damaged | Beat | Bye
 FromProducer: TypeAlias = (
     Put
@@ -547,6 +580,8 @@ FromProducer: TypeAlias = (
     | Ask
     | AskGroups
     | AttachValues
+    | Renew
+    | GiveBack
 )
 One: TypeAlias = FromRank | FromProducer | Attach
 FromClient: TypeAlias = One | Bundle
@@ -573,6 +608,7 @@ FromPlane: TypeAlias = (
     | Status
     | GroupStates
     | ValuesAttached
+    | Renewed
 )
 
 

@@ -58,6 +58,7 @@ from penstock.protocol.messages import (
     Put,
     Refused,
     Rejected,
+    Renewed,
     Room,
     SegmentOpened,
     SignedUrls,
@@ -70,9 +71,9 @@ from penstock.protocol.rooms import NOTHING, Amount
 from penstock.protocol.timeouts import Timeouts
 
 Answer: TypeAlias = (
-    Accepted | Rejected | Status | Attached | SegmentOpened | SignedUrls | GroupStates | Room | ValuesAttached
+    Accepted | Rejected | Status | Attached | SegmentOpened | SignedUrls | GroupStates | Room | Renewed | ValuesAttached
 )
-_FINAL = (Accepted, Status, Attached, SegmentOpened, SignedUrls, GroupStates, ValuesAttached)
+_FINAL = (Accepted, Status, Attached, SegmentOpened, SignedUrls, GroupStates, Renewed, ValuesAttached)
 """Answers that end a request."""
 
 
@@ -330,7 +331,7 @@ class ProducerSession:
         self._contact.hear(now)
         if isinstance(message, Answers):
             return [event for answer in message.answers for event in self.on_message(answer, now)]
-        if isinstance(message, (Attached, Accepted, Room, Pulse)):
+        if isinstance(message, (Attached, Accepted, Room, Pulse, Renewed)):
             self.policy_version = message.policy_version
         if isinstance(message, (Attached, Accepted, Pulse)):
             self._hear_credit(message, now)
