@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeAlias, TypeVar
@@ -22,6 +22,7 @@ import msgspec
 
 from penstock.arrays import Own, Sample, check_count, own_of
 from penstock.client.async_puts import AsyncPuts
+from penstock.client.column_lease import ColumnLease, LeaseRequest, alease_forever, lease_forever
 from penstock.client.conversations import Conversation, arun, run
 from penstock.client.deliveries import Deliveries, ManyPuts
 from penstock.client.direct import Direct
@@ -336,6 +337,37 @@ class Plane:
     ) -> AttachResult:
         """`attach` for asyncio."""
         return await self._arun(attach(self._connection, column, values, errors))
+
+    def lacking(
+        self,
+        column: str,
+        *,
+        groups: int = 8,
+        tokenizer: Any = None,
+        lease_s: float = 30.0,
+        timeout: float | None = None,
+    ) -> Iterator[ColumnLease]:
+        """Lease groups that lack a column, up to `groups` at a time, and wait for more. `lease.attach` scores them.
+
+        A lease is renewed while this process lives. If the process dies, or drops a lease without attaching, other
+        workers get its groups after `lease_s` seconds at most. The loop ends after `timeout` seconds without any group
+        (None: never). `tokenizer` needs a method `decode`, for `lease.text`.
+        """
+        asking = LeaseRequest(column, groups, tokenizer, lease_s, timeout)
+        return lease_forever(self._connection, asking, self._attached, self._run)
+
+    def alacking(
+        self,
+        column: str,
+        *,
+        groups: int = 8,
+        tokenizer: Any = None,
+        lease_s: float = 30.0,
+        timeout: float | None = None,
+    ) -> AsyncIterator[ColumnLease]:
+        """`lacking` for asyncio: `async for lease in plane.alacking("rewards")`, then `await lease.aattach(...)`."""
+        asking = LeaseRequest(column, groups, tokenizer, lease_s, timeout)
+        return alease_forever(self._connection, asking, self._attached, self._arun)
 
     def _open_segment(self) -> str:
         answer = self._call(lambda ticket: OpenSegment(ticket=ticket))

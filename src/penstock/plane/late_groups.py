@@ -15,6 +15,12 @@ from collections import Counter
 import msgspec
 
 from penstock.log import AttachColumn, AwaitColumns, Awaited, GroupRow
+from penstock.plane.lease_book import LeaseBook
+
+COLUMN = "column"
+"""The kind of leases on columns."""
+_COMPLETED = "completed: its values were attached"
+_ENDED = "ended: the group waits no longer"
 
 
 class WaitingGroup(msgspec.Struct, array_like=True, kw_only=True):
@@ -39,32 +45,75 @@ class WaitingGroup(msgspec.Struct, array_like=True, kw_only=True):
 class LateGroups:
     """The groups that wait for columns, in order of arrival."""
 
-    def __init__(self) -> None:
+    def __init__(self, leases: LeaseBook) -> None:
+        """`leases` are those of the plane, which end when a column is complete."""
+        self._leases = leases
         self.expected: dict[str, Awaited] = {}
         """By id: groups that are about to be accepted."""
         self.waiting: dict[int, WaitingGroup] = {}
         """By op."""
         self.tables: Counter[str] = Counter()
         """Table -> how many of them will enter it."""
+        self.free: dict[str, dict[int, None]] = {}
+        """Column -> the groups that lack it and are leased to no worker, in order."""
 
     def follow(self, record: AwaitColumns | AttachColumn) -> None:
         """Apply a decision."""
         if isinstance(record, AwaitColumns):
             self.expected |= record.groups
             return
-        given = self.waiting[record.group].given.setdefault(record.column, {})
+        group = self.waiting[record.group]
+        given = group.given.setdefault(record.column, {})
         given |= record.values
         given |= dict.fromkeys(record.errors)
+        if not group.lacks(record.column):
+            self.free.get(record.column, {}).pop(record.group, None)
+            self._leases.complete(COLUMN, key_of(record.group, record.column), _COMPLETED)
 
     def add(self, row: GroupRow, awaited: Awaited, priority: float) -> None:
         self.waiting[row.op] = WaitingGroup(awaited=awaited, priority=priority)
         self.tables[row.run] += 1
+        for column in awaited.columns:
+            self.free.setdefault(column, {})[row.op] = None
 
     def remove(self, row: GroupRow) -> WaitingGroup:
         self.tables[row.run] -= 1
-        return self.waiting.pop(row.op)
+        group = self.waiting.pop(row.op)
+        for column in group.awaited.columns:
+            self.free[column].pop(row.op, None)
+            self._leases.complete(COLUMN, key_of(row.op, column), _ENDED)
+        return group
+
+    def lent(self, key: str) -> None:
+        """Note that a group is leased for a column."""
+        op, column = read_key(key)
+        self.free.get(column, {}).pop(op, None)
+
+    def returned(self, key: str) -> None:
+        """Note that a lease ended without values."""
+        op, column = read_key(key)
+        if op in self.waiting and self.waiting[op].lacks(column):
+            self.free.setdefault(column, {})[op] = None
 
     def restore(self, waiting: dict[int, WaitingGroup], rows: dict[int, GroupRow]) -> None:
         """Continue from a snapshot."""
         self.waiting = waiting
         self.tables = Counter(rows[op].run for op in waiting)
+        for op, group in waiting.items():
+            for column in group.awaited.columns:
+                if group.lacks(column) and self._leases.number_of(COLUMN, key_of(op, column)) is None:
+                    self.free.setdefault(column, {})[op] = None
+
+
+def key_of(op: int, column: str) -> str:
+    """Return the key of a lease on a column of a group.
+
+    >>> key_of(40, "rewards"), read_key("40:rewards")
+    ('40:rewards', (40, 'rewards'))
+    """
+    return f"{op}:{column}"
+
+
+def read_key(key: str) -> tuple[int, str]:
+    op, _, column = key.partition(":")
+    return int(op), column

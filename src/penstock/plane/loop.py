@@ -30,6 +30,7 @@ from penstock.errors import (
 )
 from penstock.log import Log
 from penstock.plane.acceptance import Outcome
+from penstock.plane.column_leases import ColumnLeases
 from penstock.plane.damage import Damage, Look, look_at_frame
 from penstock.plane.effect_runner import EffectRunner, admission_of, coordinator_of, decide, sign_of_life
 from penstock.plane.engine import Engine
@@ -59,6 +60,7 @@ from penstock.protocol import (
     GiveBack,
     GiveUp,
     GroupStates,
+    LeaseColumns,
     Missing,
     Offer,
     One,
@@ -150,6 +152,7 @@ class PlaneLoop:
         )
         self.leases = Leases(self.engine.recorder)
         self._signing = UrlSigning(self.engine, self._workers, self.admission, self._effects.do)
+        self._columns = ColumnLeases(self.engine, self.leases, self._workers, self.admission, self._effects.do)
         self._retry_at = self._look_at = 0.0
         self._now = self._started = time.monotonic()
         self.failure: BaseException | None = None
@@ -243,6 +246,7 @@ class PlaneLoop:
         if now >= self._retry_at:
             self._retry_at = now + _RETRY_S if not (self._effects.run_deferred() and self._plan(now)) else 0.0
         self._marks.mark("planning")
+        self._columns.turn(now)
         self.leases.turn(now)
         self._effects.carry_out(self.damage.turn())
         self._effects.carry_out(self.coordinator.on_tick(now))
@@ -317,6 +321,8 @@ class PlaneLoop:
             self._effects.do(self._states(peer, message))
         elif isinstance(message, (Renew, GiveBack)):
             self._on_leases(peer, message, now)
+        elif isinstance(message, LeaseColumns):
+            self._columns.on_message(peer, message, now)
         elif isinstance(message, Ask):
             self._send(peer, Status(ticket=message.ticket, text=msgspec.json.encode(self.status())))
         elif isinstance(message, _ADMITTED):

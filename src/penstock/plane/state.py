@@ -60,7 +60,7 @@ from penstock.log import (
 from penstock.plane.evaluations import Evaluations
 from penstock.plane.freeing import Freeing
 from penstock.plane.group_kinds import count_kinds
-from penstock.plane.late_groups import LateGroups
+from penstock.plane.late_groups import COLUMN, LateGroups
 from penstock.plane.lease_book import RETURNED, LeaseBook
 from penstock.plane.ledger import Ledger
 from penstock.plane.manifest import Manifest, read_manifest
@@ -97,9 +97,9 @@ class PlaneState:
         """Column -> kind -> number of held groups. Groups of different kinds cannot be in one step."""
         self.evaluations = Evaluations()
         self.reports = Reports()
-        self.late = LateGroups()
-        """Groups that wait for columns."""
         self.leases = LeaseBook()
+        self.late = LateGroups(self.leases)
+        """Groups that wait for columns."""
         self.quarantined: dict[int, GroupRow] = {}
         """Groups in quarantine, by op."""
         self.tenant_tables = TenantTables(replay, lambda key, reason: self._left.append((str(key), str(reason))))
@@ -282,9 +282,12 @@ class PlaneState:
         elif isinstance(record, HandOut):
             self.op = max(self.op, op + numbers_taken(record) - 1)
             self.leases.begin(op, record, self.policy_version)
+            for key in record.keys if record.kind == COLUMN else ():
+                self.late.lent(key)
         elif isinstance(record, ReturnLeases):
-            for number in record.leases:
-                self.leases.end(number, record.reason or RETURNED)
+            for lease in [self.leases.end(number, record.reason or RETURNED) for number in record.leases]:
+                if lease is not None and lease.kind == COLUMN:
+                    self.late.returned(lease.key)
         elif isinstance(record, DropGroup):
             row = self.quarantined.pop(record.op)
             self._account(row, State.QUARANTINED, State.DROPPED, "quarantined")
@@ -372,8 +375,8 @@ class PlaneState:
         self._last_step_of = saved.last_step_of
         self.tenant_tables.load(saved.tenant_tables)
         self.reports = saved.reports
-        self.late.restore(saved.waiting, self.rows)
         self.leases.load(saved.leases)
+        self.late.restore(saved.waiting, self.rows)
         for key in self.tenant_tables:
             count_kinds(self.kinds, self.row_of(key), 1)
         recorded: dict[int, State] = {}

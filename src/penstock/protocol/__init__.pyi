@@ -26,6 +26,7 @@ from penstock.protocol.messages import MAX_ASKED as MAX_ASKED
 from penstock.protocol.messages import MAX_LEASES as MAX_LEASES
 from penstock.protocol.messages import MAX_NAME as MAX_NAME
 from penstock.protocol.messages import MAX_REASON as MAX_REASON
+from penstock.protocol.messages import MAX_SCORED as MAX_SCORED
 from penstock.protocol.messages import OVER_LENGTH as OVER_LENGTH
 from penstock.protocol.messages import Accepted as Accepted
 from penstock.protocol.messages import Ask as Ask
@@ -37,6 +38,7 @@ from penstock.protocol.messages import AttachValues as AttachValues
 from penstock.protocol.messages import Beat as Beat
 from penstock.protocol.messages import Buffer as Buffer
 from penstock.protocol.messages import Bundle as Bundle
+from penstock.protocol.messages import ColumnsLeased as ColumnsLeased
 from penstock.protocol.messages import Discard as Discard
 from penstock.protocol.messages import Frames as Frames
 from penstock.protocol.messages import FromClient as FromClient
@@ -44,6 +46,7 @@ from penstock.protocol.messages import FromPlane as FromPlane
 from penstock.protocol.messages import GiveBack as GiveBack
 from penstock.protocol.messages import GiveUp as GiveUp
 from penstock.protocol.messages import GroupStates as GroupStates
+from penstock.protocol.messages import LeaseColumns as LeaseColumns
 from penstock.protocol.messages import Missing as Missing
 from penstock.protocol.messages import One as One
 from penstock.protocol.messages import OpenSegment as OpenSegment

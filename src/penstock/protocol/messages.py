@@ -35,6 +35,8 @@ MAX_SIGNED = 64
 """URLs asked for with one message, at most."""
 MAX_ASKED = 1024
 """Groups asked about with one message, at most."""
+MAX_SCORED = 256
+"""Groups leased to a scoring worker at once, at most."""
 MAX_LEASES = 1024
 """Leases that one message hands out, renews or returns, at most."""
 BEHIND: Frames = (b"",)
@@ -446,6 +448,29 @@ class ValuesAttached(_Message, frozen=True, tag="values-attached"):
     """Of groups that are dropped, or trained without the value."""
 
 
+class LeaseColumns(_Message, frozen=True, tag="lease-columns"):
+    """Asks for groups that lack a column. Answered when there are some, or after a heartbeat with none."""
+
+    ticket: int
+    column: str
+    groups: int
+    """At most `MAX_SCORED`."""
+    worker: str
+    lease_s: float
+    direct: bool = False
+    """Whether the worker reads samples from storage itself. Otherwise they come with the answer."""
+
+
+class ColumnsLeased(_Message, frozen=True, tag="columns-leased"):
+    """Answers `LeaseColumns`. The payload is the samples, or empty for a worker that reads storage itself."""
+
+    ticket: int
+    leases: tuple[int, ...] = ()
+    """One for each group of the picks."""
+    picks: bytes = b""
+    """The samples that lack the column (`penstock.protocol.picks`)."""
+
+
 class Discard(_Message, frozen=True, tag="discard"):
     """Counts samples that were generated and filtered out before they became a group."""
 
@@ -580,6 +605,7 @@ FromProducer: TypeAlias = (
     | Ask
     | AskGroups
     | AttachValues
+    | LeaseColumns
     | Renew
     | GiveBack
 )
@@ -608,6 +634,7 @@ FromPlane: TypeAlias = (
     | Status
     | GroupStates
     | ValuesAttached
+    | ColumnsLeased
     | Renewed
 )
 

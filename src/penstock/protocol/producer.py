@@ -48,6 +48,7 @@ from penstock.protocol.messages import (
     Attach,
     Attached,
     Buffer,
+    ColumnsLeased,
     Foreign,
     FromClient,
     FromPlane,
@@ -71,9 +72,19 @@ from penstock.protocol.rooms import NOTHING, Amount
 from penstock.protocol.timeouts import Timeouts
 
 Answer: TypeAlias = (
-    Accepted | Rejected | Status | Attached | SegmentOpened | SignedUrls | GroupStates | Room | Renewed | ValuesAttached
+    Accepted
+    | Rejected
+    | Status
+    | Attached
+    | SegmentOpened
+    | SignedUrls
+    | GroupStates
+    | Room
+    | Renewed
+    | ValuesAttached
+    | ColumnsLeased
 )
-_FINAL = (Accepted, Status, Attached, SegmentOpened, SignedUrls, GroupStates, Renewed, ValuesAttached)
+_FINAL = (Accepted, Status, Attached, SegmentOpened, SignedUrls, GroupStates, Renewed, ValuesAttached, ColumnsLeased)
 """Answers that end a request."""
 
 
