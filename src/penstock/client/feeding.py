@@ -27,7 +27,7 @@ class Fed:
     known: int = 0
     """Groups the plane already had, so an interrupted feed can be started again."""
     gone: int = 0
-    """Groups the recorded run freed while it was read."""
+    """Groups the recorded run freed while it was read, or dropped when their late values came."""
     num_bytes: int = 0
     late_s: float = 0.0
     """How late the last group was put."""

@@ -157,10 +157,9 @@ class LateDecisions:
         with recorder.transaction():
             for op, record in numbered:
                 recorder.log.add_record(op, record)
-            for op, verdict in turn.verdicts.items():
-                if not verdict.reason:
-                    kinds = tuple(sorted(verdict.metadata.kinds.items()))
-                    recorder.log.set_metadata(op, verdict.metadata.to_bytes(), kinds)
+            for op, verdict in turn.verdicts.items():  # dropped ones too, for runs that keep everything
+                kinds = tuple(sorted(verdict.metadata.kinds.items()))
+                recorder.log.set_metadata(op, verdict.metadata.to_bytes(), kinds)
         for op, record in numbered:
             recorder.state.redo(op, record)
         for verdict in turn.verdicts.values():

@@ -127,6 +127,8 @@ class RecordedRun:
             return frame
         samples = attach_late(decode(frame), late.arrays())
         out = late.left_out or bytes(len(samples))
+        if all(out):
+            raise Gone(f"group {self.groups[op].id!r}: dropped when its late values came; no sample of it was trained")
         return bytes(encode(samples.take([i for i in range(len(samples)) if not out[i]])))
 
     def awaited(self) -> dict[str, Awaited]:

@@ -26,6 +26,7 @@ from penstock.log import (
     Awaited,
     DropGroup,
     GroupRow,
+    HandOut,
     Lose,
     Quarantine,
     Record,
@@ -36,7 +37,7 @@ from penstock.log import (
     State,
     read_record,
 )
-from penstock.plane import Engine, Incoming, Intake, PlaneSettings, StepBuilder, storage_of
+from penstock.plane import COLUMN, Engine, Incoming, Intake, PlaneSettings, StepBuilder, storage_of
 from penstock.runs.recorded_run import RecordedRun, RecordEntry, StepEntry
 from penstock.storage import Gone
 
@@ -208,6 +209,8 @@ class _Life:
             return
         if isinstance(record, (AttachColumn, AdmitGroup)):
             self._decide_late(record)
+            return
+        if isinstance(record, HandOut) and record.kind == COLUMN:  # who scored a group decides nothing
             return
         self.engine.recorder.decide(self._of_today(record))
 
