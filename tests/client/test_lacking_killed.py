@@ -1,4 +1,4 @@
-"""Judges and planes of real processes, killed while rewards are attached: every group is scored once, with one value."""
+"""Judges and planes of real processes, killed while rewards are attached: every group is scored with one value."""
 
 from __future__ import annotations
 

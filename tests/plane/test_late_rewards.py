@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,7 @@ def test_branches_of_a_rollout_share_its_reward_and_count_once_in_the_baseline(o
     names = ["g/0", "g/0.1", "g/1"]
     put = [s.replace(id=name) for s, name in zip(samples, names, strict=True)]
     group = make_group([rollout(np.random.default_rng(0))], id="g", advantage="grpo")
-    plane.put(
-        ps.Group(id="g", samples=put, origins=np.zeros(3, np.int64), rollouts=group.rollouts, late_advantage="grpo")
-    )
+    plane.put(replace(group, samples=put, origins=np.zeros(3, np.int64)))
     assert plane.attach("rewards", {"g": {"g/0": 1.0, "g/1": 0.0}}) == (2, 0, 0)
     (found,), _ = taken(plane)
     by_sample = dict(zip(found["ids"], np.array(found["advantages"]).reshape(3, 6)[:, 0].tolist(), strict=True))
@@ -78,7 +77,7 @@ def _waiting_for(plane: ps.Plane) -> str:
     try:
         with pytest.raises(ps.PenstockError) as caught:
             source.step(timeout=1)
-        return str(caught.value) + plane.status()["waiting_for"]
+        return f"{caught.value} {plane.status()['waiting_for']}"
     finally:
         source.close()
 
@@ -176,9 +175,8 @@ def test_a_filter_by_name_drops_the_group_at_admission_with_its_reason(
     for name in ("flat", "not flat"):
         put_late(plane, name, filters=filters)
     assert plane.ledger.waiting == 4
-    plane.attach(
-        "rewards", {"flat": {"flat/0": 1.0, "flat/1": 1.0}, "not flat": {"not flat/0": 1.0, "not flat/1": 0.0}}
-    )
+    for name, second in (("flat", 1.0), ("not flat", 0.0)):
+        plane.attach("rewards", {name: {f"{name}/0": 1.0, f"{name}/1": second}})
     assert (dict(plane.ledger.dropped), plane.ledger.held) == ({"zero variance": 2}, 2)
 
 

@@ -125,11 +125,12 @@ class LateDecisions:
 
     def _compare(self, name: str, column: str, values: Mapping[str, float | None], result: Attachment) -> None:
         """Compare values with those of a group that no longer waits. Raises if they differ."""
-        op, state, _ = self._recorder.log.states_of([name[: MAX_ID + 1]]).get(name, (0, None, ""))
-        if state is None or state is State.EVALUATION:
+        found = self._recorder.log.states_of([name[: MAX_ID + 1]]).get(name)
+        state = None if found is None else self._recorder.state.state_of(*found)[0]
+        if found is None or state is State.EVALUATION:
             what = "it was not accepted" if state is None else "it was put for evaluation"
             raise UnknownKey(f"attach {column}: group {name!r:.80}: {what}; nothing was attached")
-        data = self._recorder.log.metadata(op)
+        data = None if state is State.DROPPED else self._recorder.log.metadata(found[0])
         if data is None:  # dropped, or trained and freed
             result.late += len(values)
             return
