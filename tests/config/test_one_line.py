@@ -68,11 +68,9 @@ def test_a_setting_declared_in_one_line_is_a_flag_with_help() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser, WithOneMore)
     given = Given({**TABLES})
-    read_flags(
-        parser.parse_args(["--colour-depth", "6", "--requires=logprobs", "--requires=rewards"]), WithOneMore, given
-    )
+    read_flags(parser.parse_args(["--colour-depth", "6", "--needs=logprobs", "--needs=rewards"]), WithOneMore, given)
     made = build(WithOneMore, given)
-    assert (made.colour_depth, made.requires) == (6, ("logprobs", "rewards"))
+    assert (made.colour_depth, made.needs) == (6, ("logprobs", "rewards"))
     assert "bits of a colour (default: 8)" in parser.format_help()
 
 

@@ -88,7 +88,7 @@ def test_parts_are_built_from_names_and_tables() -> None:
         ("max_held_bytes=0", "max_held_bytes: 0; must be a size in bytes from 1 up"),
         ("watchdog.stall_s=-1", "watchdog.stall_s: -1; must be a number above 0, or none"),
         ("folder=''", "folder: missing; give the run's folder, or both log=postgresql://... and storage=..."),
-        ("requires=['logprob']", "requires: 'logprob': unknown column; did you mean 'logprobs'?"),
+        ("needs=['logprob']", "needs: 'logprob': unknown column; did you mean 'logprobs'?"),
         ("max_group_tokens=0", "max_group_tokens: 0; must be a whole number from 1 up, or none"),
         ("disk_reserve_bytes=-1", "disk_reserve_bytes: -1; must be a size in bytes from 0 up"),
         ("packing.over_cap=hard", "packing.over_cap: 'hard'; must be 'soft' or 'strict'"),
@@ -169,7 +169,7 @@ def test_a_wrong_value_is_blamed_on_whoever_gave_it() -> None:
 
 def test_open_takes_every_setting_of_a_plane_and_no_other() -> None:
     with ps.open(
-        "memory:", ranks=1, seq_len=8, groups_per_step=1, snapshot_every=7, requires=["logprobs"], pad_to_multiple_of=2
+        "memory:", ranks=1, seq_len=8, groups_per_step=1, snapshot_every=7, needs=["logprobs"], pad_to_multiple_of=2
     ):
         pass
     with pytest.raises(ConfigError, match="memory:: seq_lne: unknown setting; did you mean 'seq_len'"):
@@ -230,7 +230,7 @@ def test_open_names_what_is_wrong_as_the_caller_wrote_it(settings: dict[str, Any
 
 def test_help_shows_every_setting_with_its_default() -> None:
     shown = inspect.signature(ps.open).parameters
-    assert {"where", "ranks", "groups_per_step", "sampler", "snapshot_every", "requires", "timeouts"} <= shown.keys()
+    assert {"where", "ranks", "groups_per_step", "sampler", "snapshot_every", "needs", "timeouts"} <= shown.keys()
     assert (shown["snapshot_every"].default, shown["max_disk_bytes"].default) == (20_000, None)
     assert inspect.signature(ps.Table).parameters["max_times_sampled"].default == 1
 

@@ -76,7 +76,7 @@ def test_evaluation_groups_need_no_room_in_a_table(open_engine: OpenEngine) -> N
 
 
 def test_what_only_training_asks_for_is_not_asked_of_them(open_engine: OpenEngine) -> None:
-    engine = open_engine(requires=("teacher_logprobs",), replay=Replay(max_staleness=1))
+    engine = open_engine(needs=("teacher_logprobs",), replay=Replay(max_staleness=1))
     long = Sample.from_prompt(id="e/0", group="e", prompt_ids=[1], completion_ids=[2] * 200)
     assert engine.put("e", "e", encode([long]), evaluation=True) is None  # no version, no column, beyond seq_len
     assert [outcome.error for outcome in engine.flush()] == [None]

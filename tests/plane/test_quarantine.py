@@ -137,9 +137,9 @@ def test_a_bad_run_does_not_cost_the_good_ones_their_place(open_engine: OpenEngi
     assert {group["run"] for group in engine.quarantine()} == {"a"}
 
 
-def test_what_a_plane_requires_is_refused_at_put_with_an_error_to_the_sender(open_plane: OpenPlane) -> None:
-    plane = open_plane(requires=("logprobs",), groups_per_step=1, ranks=1)
-    with pytest.raises(InvalidInput, match=r"group 'odd': no logprobs in sample 'odd/0'.*which this plane requires"):
+def test_what_a_plane_needs_is_refused_at_put_with_an_error_to_the_sender(open_plane: OpenPlane) -> None:
+    plane = open_plane(needs=("logprobs",), groups_per_step=1, ranks=1)
+    with pytest.raises(InvalidInput, match=r"group 'odd': no logprobs in sample 'odd/0'.*which this plane needs"):
         plane.put(bare("odd"))
     plane.put(named_group("good"))
     assert plane.ledger.accepted == 2 and plane.ledger.quarantined == 0
@@ -149,7 +149,7 @@ def test_what_a_plane_requires_is_refused_at_put_with_an_error_to_the_sender(ope
 def test_a_required_column_is_required_of_every_trained_sample_whatever_its_mode(
     open_plane: OpenPlane, mode: str
 ) -> None:
-    plane = open_plane(requires=("teacher_logprobs",), groups_per_step=1, ranks=1)
+    plane = open_plane(needs=("teacher_logprobs",), groups_per_step=1, ranks=1)
     first, second = (sample.replace(mode=mode) for sample in named_group("g"))
     with pytest.raises(InvalidInput, match=r"no teacher_logprobs in sample 'g/0' \(2 of 2 samples\)"):
         plane.put([first, second])

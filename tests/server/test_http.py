@@ -39,7 +39,7 @@ DOOR = ("--listen=tcp://127.0.0.1:*", "--http=127.0.0.1:0")
 
 @pytest.fixture(scope="module")
 def plane() -> Iterator[PlaneProcess]:
-    with PlaneProcess(["memory:", *SMALL, *DOOR, "--requires=logprobs", "--max-held-bytes=200000"]) as process:
+    with PlaneProcess(["memory:", *SMALL, *DOOR, "--needs=logprobs", "--max-held-bytes=200000"]) as process:
         yield process
 
 

@@ -184,7 +184,7 @@ def test_evaluation_groups_tenants_and_frames_go_direct_too(open_plane: OpenPlan
 def test_what_is_wrong_with_a_group_is_said_by_the_plane_and_counted_there(
     open_plane: OpenPlane, tmp_path: Path
 ) -> None:
-    plane = open_plane(tmp_path / "run", requires=["routed_experts"])
+    plane = open_plane(tmp_path / "run", needs=["routed_experts"])
     with pytest.raises(InvalidInput, match="routed_experts"):
         plane.put(named_group("a"))
     with pytest.raises(InvalidInput, match="holds a sample of group"):

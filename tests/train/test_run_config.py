@@ -26,7 +26,7 @@ def test_the_template_holds_every_value_and_reads_back_equal(task: str) -> None:
         target_reward=0.9,
         replay=Replay(sampler=Prioritized(0.6), remover=MinPriority()),
         shares={"a": 2.0},
-        requires=("logprobs",),
+        needs=("logprobs",),
     )
     assert build(TrainConfig, tomllib.loads(template(config)), "template") == config
 

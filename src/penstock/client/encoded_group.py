@@ -47,6 +47,10 @@ class EncodedGroup:
     priority: float = 1.0
     group: Group | None = None
     """The group it was encoded from, if known."""
+    advantage: str = ""
+    """The advantage to compute when late rewards arrive."""
+    filters: tuple[str, ...] = ()
+    """Filters to apply then."""
 
     @staticmethod
     def of(
@@ -69,6 +73,8 @@ class EncodedGroup:
             priority=priority,
             made=made,
             group=known,
+            advantage="" if known is None else known.late_advantage,
+            filters=() if known is None else known.late_filters,
         )
 
     @staticmethod
@@ -115,6 +121,8 @@ class EncodedGroup:
             waits=waits,
             evaluation=self.evaluation,
             priority=self.priority,
+            advantage=self.advantage,
+            filters=self.filters,
         )
 
     def _digest(self) -> bytes:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.client.encoded_group import EncodedGroup
 from penstock.client.plane import Plane
 from penstock.errors import InvalidInput
-from penstock.log import GroupRow
+from penstock.log import Awaited, GroupRow, State
 from penstock.runs import RecordedRun
 from penstock.storage import Gone
 
@@ -27,7 +27,7 @@ class Fed:
     known: int = 0
     """Groups the plane already had, so an interrupted feed can be started again."""
     gone: int = 0
-    """Groups the recorded run freed while it was read."""
+    """Groups the recorded run freed while it was read, or dropped when their late values came."""
     num_bytes: int = 0
     late_s: float = 0.0
     """How late the last group was put."""
@@ -47,7 +47,7 @@ def feed(
     """
     if speed is not None and not 0 < speed < float("inf"):
         raise InvalidInput(f"speed {speed}: must be a positive number")
-    fed, began, first = Fed(), time.monotonic(), 0.0
+    fed, began, first, awaited = Fed(), time.monotonic(), 0.0, recorded.awaited()
     for batch in _batches(recorded.in_order(), most=1 if speed is not None else _BATCH):
         first = first or batch[0].at
         due = began + (batch[0].at - first) / speed if speed is not None and batch[0].at else began
@@ -55,13 +55,21 @@ def feed(
         fed.gone += len(batch) - len(frames)
         time.sleep(max(due - time.monotonic(), 0.0) if frames else 0.0)
         fed.late_s = time.monotonic() - due if speed is not None else 0.0
-        encoded = [EncodedGroup.of_frame(row.id, frame, evaluation=row.is_evaluation) for row, frame in frames]
+        encoded = [_encoded(row, frame, awaited) for row, frame in frames]
         for (entry, frame), is_new in zip(frames, plane.put_many(encoded), strict=True):
             fed.groups += is_new
             fed.known += not is_new
             fed.num_bytes += len(frame)
             each(entry, fed)
     return fed
+
+
+def _encoded(row: GroupRow, frame: bytes, awaited: Mapping[str, Awaited]) -> EncodedGroup:
+    """Return a group to put. One that still waits for columns waits for them there too."""
+    made = EncodedGroup.of_frame(row.id, frame, evaluation=row.is_evaluation)
+    if row.state is not State.WAITING:
+        return made
+    return replace(made, advantage=awaited[row.id].advantage, filters=awaited[row.id].filters)
 
 
 def _batches(entries: Iterable[GroupRow], most: int) -> Iterator[list[GroupRow]]:
@@ -81,5 +89,5 @@ def _frames(recorded: RecordedRun, batch: Sequence[GroupRow]) -> list[tuple[Grou
     found = []
     for entry in batch:
         with suppress(Gone):
-            found.append((entry, recorded.frame(entry.op)))
+            found.append((entry, recorded.complete_frame(entry.op)))
     return found

@@ -28,8 +28,8 @@ class CollectedRollouts:
     id: str
     """The group's id."""
     policy_version: int | None
-    advantage: Advantage | None
-    filters: tuple[Filter, ...]
+    advantage: Advantage | str | None
+    filters: tuple[Filter | str, ...]
     timeout: float | None
     evaluation: bool
     priority: float = 1.0
@@ -125,8 +125,8 @@ def builder_fields(
     prompt: str,
     given: str | None,
     policy_version: int | None,
-    advantage: Advantage | None,
-    filters: tuple[Filter, ...],
+    advantage: Advantage | str | None,
+    filters: tuple[Filter | str, ...],
     evaluation: bool,
     priority: float,
     timeout: float | None,

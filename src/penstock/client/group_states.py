@@ -22,8 +22,8 @@ class GroupState:
     """
 
     state: str
-    """The ledger's word: held (it waits for training), scheduled, delivered, committed, dropped, quarantined or
-    evaluation. Or "unknown": it was not accepted."""
+    """The ledger's word: waiting (for late columns), held (it waits for training), scheduled, delivered, committed,
+    dropped, quarantined or evaluation. Or "unknown": it was not accepted."""
     reason: str = ""
     """Why it was dropped or quarantined."""
 

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeAlias, TypeVar
@@ -23,6 +23,7 @@ import msgspec
 
 from penstock.arrays import Own, Sample, check_count, own_of
 from penstock.client.async_puts import AsyncPuts
+from penstock.client.column_lease import ColumnLease, LeaseRequest, alease_forever, lease_forever
 from penstock.client.conversations import Conversation, arun, run
 from penstock.client.deliveries import Deliveries, ManyPuts
 from penstock.client.direct import Direct
@@ -30,6 +31,7 @@ from penstock.client.encoded_group import EncodedGroup, samples_of, tenant_of
 from penstock.client.group_builder import AsyncGroupBuilder, GroupBuilder, builder_fields
 from penstock.client.group_states import GroupState, checked_ids
 from penstock.client.handles import Handle, nowhere
+from penstock.client.late_columns import NOTHING_GIVEN, AttachResult, attach
 from penstock.client.producer_connection import ProducerConnection, error_of
 from penstock.client.put_counts import PutCounts
 from penstock.convert import Advantage, Filter, Group, grpo
@@ -122,8 +124,8 @@ class Plane:
         *,
         id: str | None = None,  # noqa: A002 - the field's own name
         policy_version: int | None = None,
-        advantage: Advantage | None = grpo,
-        filters: Iterable[Filter] = (),
+        advantage: Advantage | str | None = grpo,
+        filters: Iterable[Filter | str] = (),
         evaluation: bool = False,
         priority: float = 1.0,
         timeout: float | None = None,
@@ -133,7 +135,9 @@ class Plane:
         `prompt` is the prompt's name, which repeats as often as the prompt is sampled. `id` is this group's id, unique
         by default. A producer that may restart should pass it, so that a group it puts twice is recognised.
         `evaluation` groups are recorded and shown but never trained. They get no advantages and take no filters.
-        `priority` is for samplers that use priorities, until ranks report another.
+        `priority` is for samplers that use priorities, until ranks report another. Give `advantage` by name ("grpo") if
+        rewards are attached later: the plane then computes it when they are there, and applies `filters` that have a
+        name.
         """
         return GroupBuilder(
             **builder_fields(self, prompt, id, policy_version, advantage, tuple(filters), evaluation, priority, timeout)
@@ -145,8 +149,8 @@ class Plane:
         *,
         id: str | None = None,  # noqa: A002 - the field's own name
         policy_version: int | None = None,
-        advantage: Advantage | None = grpo,
-        filters: Iterable[Filter] = (),
+        advantage: Advantage | str | None = grpo,
+        filters: Iterable[Filter | str] = (),
         evaluation: bool = False,
         priority: float = 1.0,
         timeout: float | None = None,
@@ -357,6 +361,64 @@ class Plane:
             assert isinstance(answer, GroupStates)
             found |= {name: GroupState(*state) for name, state in zip(some, answer.states, strict=True)}
         return found
+
+    # -------------------------------------------------------------- late columns
+
+    def attach(
+        self,
+        column: str,
+        values: Mapping[str, Mapping[str, float]],
+        *,
+        errors: Mapping[str, Mapping[str, str]] = NOTHING_GIVEN,
+    ) -> AttachResult:
+        """Give samples of accepted groups a value that they lacked when they were put, by group and sample id.
+
+        Durable when this returns, and never waits for room. The same value twice is no error: the result counts it as
+        known. Another value for the same sample raises `Conflict`, and nothing of the call is attached. A sample in
+        `errors` could not be scored: it is not trained, and its reward is part of no baseline.
+        """
+        return self._run(attach(self._connection, column, values, errors))
+
+    async def aattach(
+        self,
+        column: str,
+        values: Mapping[str, Mapping[str, float]],
+        *,
+        errors: Mapping[str, Mapping[str, str]] = NOTHING_GIVEN,
+    ) -> AttachResult:
+        """`attach` for asyncio."""
+        return await self._arun(attach(self._connection, column, values, errors))
+
+    def lacking(
+        self,
+        column: str,
+        *,
+        groups: int = 8,
+        tokenizer: Any = None,
+        lease_s: float = 30.0,
+        timeout: float | None = None,
+    ) -> Iterator[ColumnLease]:
+        """Lease groups that lack a column, up to `groups` at a time, and wait for more. `lease.attach` scores them.
+
+        A lease is renewed while this process lives. If the process dies, or drops a lease without attaching, other
+        workers get its groups after `lease_s` seconds at most. The loop ends after `timeout` seconds without any group
+        (None: never). `tokenizer` needs a method `decode`, for `lease.text`.
+        """
+        asking = LeaseRequest(column, groups, tokenizer, lease_s, timeout)
+        return lease_forever(self._connection, asking, self._attached, self._run)
+
+    def alacking(
+        self,
+        column: str,
+        *,
+        groups: int = 8,
+        tokenizer: Any = None,
+        lease_s: float = 30.0,
+        timeout: float | None = None,
+    ) -> AsyncIterator[ColumnLease]:
+        """`lacking` for asyncio: `async for lease in plane.alacking("rewards")`, then `await lease.aattach(...)`."""
+        asking = LeaseRequest(column, groups, tokenizer, lease_s, timeout)
+        return alease_forever(self._connection, asking, self._attached, self._arun)
 
     def _open_segment(self) -> str:
         answer = self._call(lambda ticket: OpenSegment(ticket=ticket))

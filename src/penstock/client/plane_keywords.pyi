@@ -61,9 +61,16 @@ class PlaneKeywords(TypedDict, total=False):
     """Key folder made by `penstock keys`; needed where other hosts can connect."""
     replicas: int
     """Processes per data rank (tensor or context parallel); each gets the rank's data."""
-    requires: Sequence[str]
-    """Columns that every trained sample must have, such as logprobs or teacher_logprobs, whatever its mode; a put
-    without one is rejected."""
+    needs: Sequence[str]
+    """Columns that every trained sample must have, such as logprobs or rewards, whatever its mode; a put without one
+    is rejected, or waits for it if `needs_deadline_s` is given and the column may be attached later: rewards,
+    advantages."""
+    needs_deadline_s: float | None
+    """Seconds that a group may wait for columns that are attached after its put, counted again after a restart; none:
+    a put without a needed column is rejected."""
+    on_missing: Literal["drop", "train"]
+    """What happens to a group that lacks a needed column at the deadline: drop it, or train it without; both are
+    counted."""
     over_length: Literal["reject", "truncate", "drop"]
     """What happens to a sample longer than `seq_len`: reject the put, truncate the sample, or drop it from its group;
     truncated and dropped samples and tokens are counted in the ledger."""

@@ -22,6 +22,7 @@ from penstock.errors import Closed, Overloaded, PenstockError, PlaneLost
 from penstock.protocol import (
     Answer,
     Answered,
+    ColumnsLeased,
     Event,
     Frames,
     FromClient,
@@ -73,6 +74,8 @@ class ProducerConnection:
         self.session = session
         self._inboxes: dict[int, Inbox] = {}
         """Where the answer of each open request goes."""
+        self._payloads: dict[int, Frames] = {}
+        """Payloads of answers, by ticket, until `payload` takes them."""
         self.renewals = Renewals()
         """Keeps the leases of this client."""
         self._lock = threading.Lock()
@@ -108,6 +111,11 @@ class ProducerConnection:
             raise found.error
         assert not isinstance(found, PenstockError)
         return found
+
+    def payload(self, ticket: int) -> Frames:
+        """Return and forget the payload that came with an answer."""
+        with self._lock:
+            return self._payloads.pop(ticket, ())
 
     def put(self, puts: Sequence[PutRequest], deadline: float, write: Write) -> Conversation[list[Result]]:
         """Put groups, in order. Returns what became of each.
@@ -201,6 +209,7 @@ class ProducerConnection:
         with self._lock:
             for ticket in tickets:
                 self._inboxes.pop(ticket, None)
+                self._payloads.pop(ticket, None)
             self._handle([event for ticket in tickets for event in self.session.abandon(ticket)])
 
     def close(self) -> None:
@@ -215,8 +224,10 @@ class ProducerConnection:
 
     # -------------------------------------------------------------- the client loop's side
 
-    def _on_message(self, message: FromPlane, _frames: Frames, now: float) -> None:
+    def _on_message(self, message: FromPlane, frames: Frames, now: float) -> None:
         with self._lock:
+            if isinstance(message, ColumnsLeased) and message.ticket in self._inboxes:
+                self._payloads[message.ticket] = frames
             self._handle(self.session.on_message(message, now))
 
     def _on_tick(self, now: float) -> None:

@@ -15,13 +15,15 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Self, overload
 
+import numpy as np
+
 from penstock.arrays import MAX_VERSION, Samples, sample_digests, step_digest
 from penstock.client.client_loop import ClientLoop
 from penstock.client.handles import Handle, nowhere
 from penstock.client.source_settings import SourceSettings
 from penstock.client.storage_reader import Reach, Unreadable
 from penstock.errors import Away, Closed, CorruptFrame, InvalidInput, StepAborted, WaitTimeout
-from penstock.frames import ANY_SIZE, decode
+from penstock.frames import ANY_SIZE, attach_late, decode, late_digests
 from penstock.notebook import html_table
 from penstock.packing import BlockPool, MicroBatch, RankPlan, StepOfRank, fill
 from penstock.protocol import Arrived, Failed, Frames, FromPlane, Out, Ready, Released, StepDone, StepPicks
@@ -362,14 +364,15 @@ class Source:
         reader = self._reach.reader
         if reader is None or any(len(frame) for frame in arrived.frames):
             samples = _samples(arrived.frames)
-            return samples, sample_digests(samples)
+            data = arrived.deliver.picks
+            return _with_late(samples, sample_digests(samples), StepPicks.from_bytes(data) if data else _NO_PICKS)
         picks = StepPicks.from_bytes(arrived.deliver.picks)
         samples = reader.samples(picks)
         digests = sample_digests(samples)
         for k, (found, wanted) in enumerate(zip(digests, picks.digests, strict=True)):
             if found != wanted:
                 raise Unreadable(picks.group_of(k), "storage returned other bytes than were put")
-        return samples, digests
+        return _with_late(samples, digests, picks)
 
     def _damaged(self, step: int, error: Unreadable) -> None:
         """Report an unreadable group. The plane checks it and then sends the samples, or plans without the group."""
@@ -435,6 +438,19 @@ def _number_of(step: object, what: str) -> int:
             f"{what}: {type(step).__name__} {str(step)[:40]!r}; pass the step that source.step() returned"
         )
     return step
+
+
+_NO_PICKS = StepPicks(groups=())
+
+
+def _with_late(samples: Samples, digests: list[bytes], picks: StepPicks) -> tuple[Samples, list[bytes]]:
+    """Give samples the values that were attached after their group was put."""
+    late = {name: np.frombuffer(data, "<f4") for name, data in picks.late().items()}
+    if not late:
+        return samples, digests
+    if any(len(values) != len(samples) for values in late.values()):
+        raise CorruptFrame(f"late values of {len(next(iter(late.values())))} samples for {len(samples)}")
+    return attach_late(samples, late), late_digests(digests, late)
 
 
 def _samples(frames: Frames) -> Samples:

@@ -7,6 +7,7 @@
   penstock demo --vision              a tiny vision-language model names colours in drawn images
   penstock demo --trees               longer prompts, each computed once for all its rollouts
   penstock demo --ray                 on a local Ray cluster of three nodes, while one of them is lost
+  penstock demo --judge               rewards come late, from a judge in another process
   penstock demo --top-p 0.9           sample with top-p; the trainer normalizes over the same tokens
   penstock demo --write-config my.toml    write every setting to a file, then: penstock train my.toml
 
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replay", action="store_true", help="prioritized replay with reuse instead of a queue")
     parser.add_argument("--vision", action="store_true", help="a vision-language model and images by reference")
     parser.add_argument("--trees", action="store_true", help="compute a prompt once for all its rollouts")
+    parser.add_argument("--judge", action="store_true", help="rewards come late, from a judge in another process")
     parser.add_argument("--ray", action="store_true", help="on its own Ray cluster, while one of the nodes is lost")
     parser.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens that together reach P"
@@ -100,6 +102,8 @@ def config_of(args: argparse.Namespace) -> TrainConfig:
         if args.replay
         else Replay(capacity=2 * groups, max_staleness=8, seed=args.seed),
         task=task,
+        needs=("rewards",) if args.judge else (),
+        needs_deadline_s=60.0 if args.judge else None,
     )
 
 
@@ -116,6 +120,8 @@ def _reuse(groups: int, seed: int) -> Replay:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.judge and (args.vision or args.ray):
+        raise ConfigError("--judge: its judge scores the text task on this machine; leave out --vision and --ray")
     config = config_of(args)
     if args.write_config is not None:
         if args.write_config.exists():

@@ -15,6 +15,7 @@ REMOVED = {
     "archive": f"{_ALL}; `penstock copy RUN TARGET` copies a run elsewhere",
     "archive_hold_bytes": f"{_ALL}, and waits for no archive",
     "locking": "a log on a network filesystem is locked exclusively by itself: leave it out",
+    "requires": "it is called `needs`",
     "frames": f"{_STORAGE}, the folder of `log`: give `log` a folder on a shared filesystem",
 }
 """Name -> what to do instead."""
@@ -56,6 +57,8 @@ def without_removed(tables: Mapping[str, Any]) -> dict[str, Any]:
     {'run': 'demo', 'timeouts': {'peer_s': 11.0}}
     """
     kept = {name: value for name, value in tables.items() if name not in REMOVED}
+    if "requires" in tables:
+        kept["needs"] = tables["requires"]
     if isinstance(timeouts := kept.get("timeouts"), Mapping):
         kept["timeouts"] = {name: value for name, value in timeouts.items() if name not in REMOVED}
     return kept

@@ -26,5 +26,9 @@ from penstock.convert.groups import make_group as make_group
 from penstock.convert.groups import unique_id as unique_id
 from penstock.convert.json_group import JsonGroup as JsonGroup
 from penstock.convert.json_group import read_json_group as read_json_group
+from penstock.convert.named import ADVANTAGES as ADVANTAGES
+from penstock.convert.named import FILTERS as FILTERS
+from penstock.convert.named import advantage_named as advantage_named
+from penstock.convert.named import filter_named as filter_named
 from penstock.convert.rollouts import Rollouts as Rollouts
 from penstock.convert.rollouts import RolloutTokens as RolloutTokens

@@ -21,6 +21,7 @@ from penstock.convert.advantages import Advantage, grpo
 from penstock.convert.branches import to_samples
 from penstock.convert.branching import branch_causes
 from penstock.convert.filters import Filter, apply_filters
+from penstock.convert.named import advantage_named, split_filters
 from penstock.convert.rollouts import Rollouts
 from penstock.errors import Conflict, InvalidInput, UnknownKey
 from penstock.notebook import html_table
@@ -44,6 +45,10 @@ class Group:
     """How often its rollouts branched, by cause: see `penstock.convert.branching`."""
     unrouted: int = 0
     """Samples without routed experts although the server reported some: rows were missing."""
+    late_advantage: str = ""
+    """The advantage that the plane computes when late rewards arrive; empty if no reward is missing."""
+    late_filters: tuple[str, ...] = ()
+    """Filters that it applies then."""
 
     def __post_init__(self) -> None:
         check_text({"id": self.id, "mode": "rl"}, "group")
@@ -116,8 +121,8 @@ def make_group(
     id: str,  # noqa: A002 - the field's own name
     prompt: str = "",
     policy_version: int | None = None,
-    advantage: Advantage | None = grpo,
-    filters: Iterable[Filter] = (),
+    advantage: Advantage | str | None = grpo,
+    filters: Iterable[Filter | str] = (),
     columns: Own = NO_COLUMNS,
 ) -> Group:
     """Build the group of one prompt's rollouts.
@@ -125,7 +130,9 @@ def make_group(
     `id` is the group's own and unique; `prompt` is the prompt's name, which occurs again whenever the prompt is
     sampled. Samples are named `{id}/{rollout}`, further branches of a rollout `{id}/{rollout}.{branch}`: the same
     rollouts give the same names. `advantage=None` leaves advantages as the turns have them (usually none), as for sft
-    and opd. `policy_version` applies to every rollout that has none of its own. `columns` declares the turns' columns
+    and opd. Advantages and filters may be given by name (`ADVANTAGES`, `FILTERS`). If rewards are missing, an advantage
+    given by name is left to the plane, which computes it when they are attached, and so are the filters that have a
+    name. `policy_version` applies to every rollout that has none of its own. `columns` declares the turns' columns
     that Penstock does not know.
 
     >>> from penstock.capture import Turn
@@ -139,9 +146,12 @@ def make_group(
     if not rows:
         raise InvalidInput(f"group {id!r}: no rollouts; a group has at least one")
     rollouts = Rollouts.of(rows)
+    is_late = isinstance(advantage, str) and bool((~rollouts.scored & ~rollouts.errored).any())
+    function = advantage_named(advantage) if isinstance(advantage, str) else advantage
+    now, late = split_filters(filters, is_late=is_late)
     # Advantages first, filters second: a baseline covers all rollouts, including those that are not trained.
-    values = None if advantage is None else _advantages(advantage, rollouts, rows, id)
-    kept, reasons = apply_filters(rollouts, filters)
+    values = None if function is None or is_late else _advantages(function, rollouts, rows, id)
+    kept, reasons = apply_filters(rollouts, now)
     samples: list[Sample] = []
     origins: list[int] = []
     unrouted = 0
@@ -167,6 +177,8 @@ def make_group(
         dropped=dict(reasons),
         branches=dict(sum((branch_causes(row) for row in rows), Counter())),
         unrouted=unrouted,
+        late_advantage=advantage if is_late and isinstance(advantage, str) else "",
+        late_filters=late,
     )
 
 
@@ -176,7 +188,7 @@ def _advantages(advantage: Advantage, rollouts: Rollouts, rows: Sequence[Traject
         i = int(unscored[0])
         raise InvalidInput(
             f"group {name!r} rollout {i} ({rows[i].where}).reward: none, and no error either; give a reward, an error, "
-            "or advantage=None"
+            "or advantage=None; if the reward is attached later, give the advantage by name, such as 'grpo'"
         )
     values = advantage(rollouts)
     if values.shape != (len(rollouts),):

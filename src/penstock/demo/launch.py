@@ -111,6 +111,8 @@ class Launcher:
             self._start_ranks()
             for index in range(self.config.task.workers if self.config.task else 0):
                 self._start(f"worker-{index}")
+            if self.config.task and self.config.late_columns:
+                self._start("judge-0")
             # Three intervals before the first kill: there should be something to kill by then.
             next_kill = began + 3 * (self.chaos.every_s if self.chaos else 0)
             while not self._is_over():
@@ -207,7 +209,7 @@ class Launcher:
     def kill_one(self) -> None:
         """Kill one process of a random kind. Chaos calls this about every `every_s` seconds."""
         assert self.chaos is not None
-        kind = self._random.choice(["plane", "rank", "worker"])
+        kind = self._random.choice(["plane", "rank", "worker", *(["judge"] if self.config.late_columns else [])])
         self.kill(kind)
         self.chaos.kills[kind] += 1
 

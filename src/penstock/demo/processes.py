@@ -101,7 +101,7 @@ def _modules_of(model: ModelConfig) -> list[str]:
 
 
 def start(name: str, folder: Path, environment: dict[str, str]) -> ForkServerProcess:
-    """Start "plane", "rank-N" or "worker-N" of the run in a folder. Waits until the fork server has imported."""
+    """Start "plane", "rank-N", "worker-N" or "judge-N" of a run. Waits until the fork server has imported."""
     process = _CONTEXT.Process(target=_main, args=(name, folder, environment), name=name, daemon=True)
     try:
         process.start()
@@ -151,6 +151,8 @@ def _run(name: str, folder: Path) -> int:
             _run_plane(config)
         elif role == "worker":
             _run_worker(config, int(index))
+        elif role == "judge":
+            _run_judge(config)
         else:
             _run_rank(config, int(index))
     except (PeerError, Fenced) as error:
@@ -181,6 +183,12 @@ def _run_worker(config: TrainConfig, index: int) -> None:
     from penstock.demo.worker import work
 
     work(config, address(config), index)
+
+
+def _run_judge(config: TrainConfig) -> None:
+    from penstock.demo.judge import judge
+
+    judge(config, address(config))
 
 
 def _run_rank(config: TrainConfig, index: int) -> None:

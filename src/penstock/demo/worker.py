@@ -93,7 +93,7 @@ def _generate(
     name: str,
 ) -> list[Group]:
     assert config.task is not None
-    size = config.task.group_size
+    size, late = config.task.group_size, bool(config.late_columns)
     prompts = [task.prompt(rng) for _ in range(config.task.prompts_per_batch)]
     repeated = [prompt for prompt in prompts for _ in range(size)]
     rollouts = sample(
@@ -108,20 +108,20 @@ def _generate(
     )
     return [
         make_group(
-            [_trajectory(task, prompt, rollout) for rollout in rollouts[i * size : (i + 1) * size]],
+            [_trajectory(task, prompt, rollout, late=late) for rollout in rollouts[i * size : (i + 1) * size]],
             id=f"{name}-{i}",
             prompt=prompt.name,
             policy_version=version,
-            advantage=task.advantage,
+            advantage="grpo_std" if late else task.advantage,
         )
         for i, prompt in enumerate(prompts)
     ]
 
 
-def _trajectory(task: Task, prompt: Prompt, rollout: Rollout) -> Trajectory:
+def _trajectory(task: Task, prompt: Prompt, rollout: Rollout, *, late: bool) -> Trajectory:
     return Trajectory(
         turns=[task.turn(prompt), answer_turn(rollout)],
-        reward=task.reward(prompt, rollout.token_ids),
+        reward=None if late else task.reward(prompt, rollout.token_ids),
         env=task.name,
         truncated=not rollout.finished,
     )

@@ -15,6 +15,12 @@ from penstock.frames.head import digest_of as digest_of
 from penstock.frames.head import front_of as front_of
 from penstock.frames.head import front_size as front_size
 from penstock.frames.head import read_head as read_head
+from penstock.frames.late_columns import LATE_COLUMNS as LATE_COLUMNS
+from penstock.frames.late_columns import NO_LATE as NO_LATE
+from penstock.frames.late_columns import LateColumns as LateColumns
+from penstock.frames.late_columns import attach_late as attach_late
+from penstock.frames.late_columns import late_digests as late_digests
+from penstock.frames.late_columns import with_late as with_late
 from penstock.frames.layout import MAGIC as MAGIC
 from penstock.frames.layout import PREFIX_SIZE as PREFIX_SIZE
 from penstock.frames.layout import Block as Block

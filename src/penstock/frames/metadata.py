@@ -35,6 +35,7 @@ from penstock.arrays import (
 )
 from penstock.errors import CorruptFile, CorruptFrame, InvalidInput
 from penstock.frames.head import Limits, front_of
+from penstock.frames.late_columns import NO_LATE, LateColumns
 from penstock.frames.layout import Buffer
 from penstock.frames.node_prefixes import node_prefixes
 from penstock.frames.prefixes import Prefixes
@@ -116,6 +117,8 @@ class GroupMetadata(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Per sample how long its rollout took, -1 = not known. Empty where none is known."""
     metrics: dict[str, float] = {}
     """The mean of each of the rollouts' metrics over the samples: at most 32, with names of at most 64 characters."""
+    late: LateColumns = NO_LATE
+    """Values that were attached after the put. The plane sets it; `columns`, `has`, `rewards` and counts include it."""
 
     @property
     def num_samples(self) -> int:
@@ -163,6 +166,8 @@ def _check_sizes(found: GroupMetadata) -> None:
     """Raise unless per-sample fields have one entry per sample, and metrics are few."""
     count = found.num_samples
     sizes = {"rewards": len(found.rewards) / 4, "truncated": len(found.truncated), "seconds": len(found.seconds)}
+    sizes |= {f"late {name}": len(data) / 4 for name, data in found.late.values.items()}
+    sizes["samples left out"] = len(found.late.left_out)
     for name, size in sizes.items():
         if size not in (0, count):
             raise CorruptFrame(f"metadata of a group: {name} of {size:g} samples; it has {count}")

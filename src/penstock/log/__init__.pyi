@@ -1,7 +1,11 @@
 from penstock.log.decision_log import FORMAT as FORMAT
 from penstock.log.decision_log import Guard as Guard
 from penstock.log.decision_log import Log as Log
+from penstock.log.decision_records import AdmitGroup as AdmitGroup
 from penstock.log.decision_records import Advance as Advance
+from penstock.log.decision_records import AttachColumn as AttachColumn
+from penstock.log.decision_records import AwaitColumns as AwaitColumns
+from penstock.log.decision_records import Awaited as Awaited
 from penstock.log.decision_records import Discard as Discard
 from penstock.log.decision_records import DropGroup as DropGroup
 from penstock.log.decision_records import EvictTenant as EvictTenant

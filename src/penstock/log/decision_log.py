@@ -21,6 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from penstock.errors import Fenced
 from penstock.log.decision_records import Record, pack_record
 from penstock.log.log_reader import LogReader
@@ -121,6 +123,11 @@ class Log(LogReader):
         self._insert("groups", GROUP_COLUMNS, [group_values(replace(row, at=at)) for row, _ in rows])
         # The table and its column are called `facts` in every log that exists: the name is part of the format.
         self._insert("facts", "op, facts", [(row.op, metadata) for row, metadata in rows])
+
+    def set_metadata(self, op: int, metadata: bytes, kinds: tuple[tuple[str, str], ...]) -> None:
+        """Replace the metadata of a group that got its late columns."""
+        self._write("UPDATE facts SET facts = ? WHERE op = ?", (metadata, op))
+        self._write("UPDATE groups SET kinds = ? WHERE op = ?", (msgspec.msgpack.encode(kinds), op))
 
     def add_record(self, op: int, record: Record) -> None:
         self._insert("records", "op, data", [(op, pack_record(record))])

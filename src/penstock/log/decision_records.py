@@ -111,6 +111,49 @@ class ForgetReports(_Record, frozen=True, tag="forget reports"):
     first: int
 
 
+class Awaited(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a group waits for."""
+
+    columns: dict[str, tuple[int, ...]]
+    """Column -> the samples that lack it, by position."""
+    advantage: str = ""
+    """The advantage to compute when the rewards are there, by name; empty: none."""
+    filters: tuple[str, ...] = ()
+    """Filters to apply then, by name."""
+
+
+class AwaitColumns(_Record, frozen=True, tag="await columns"):
+    """The groups accepted next lack columns that are attached later."""
+
+    groups: dict[str, Awaited]
+    """By id."""
+
+
+class AttachColumn(_Record, frozen=True, tag="attach column"):
+    """Samples of a group that waits get values."""
+
+    group: int
+    """Its op."""
+    column: str
+    values: dict[int, float]
+    """By position of the sample."""
+    errors: dict[int, str] = {}
+    """Position of a sample that could not be scored -> why."""
+
+
+class AdmitGroup(_Record, frozen=True, tag="admit group"):
+    """A group no longer waits for columns: it enters its table, or is dropped."""
+
+    group: int
+    """Its op."""
+    kinds: tuple[tuple[str, str], ...] = ()
+    """What it asks of the other groups in its step, now that it has its columns."""
+    reason: str = ""
+    """Why it is dropped; empty: it enters its table."""
+    overdue: bool = False
+    """Whether its columns did not come in time."""
+
+
 class HandOut(_Record, frozen=True, tag="hand out"):
     """Work is leased to a process. The leases are numbered from this decision on, and take as many numbers."""
 
@@ -168,6 +211,9 @@ Record: TypeAlias = (
     | Report
     | ForgetReports
     | GivePriorities
+    | AwaitColumns
+    | AttachColumn
+    | AdmitGroup
     | HandOut
     | ReturnLeases
     | OpenList

@@ -30,6 +30,8 @@ class State(IntEnum):
     QUARANTINED = 5
     EVALUATION = 6
     """Final: the group was put for evaluation, and no step may train on it."""
+    WAITING = 7
+    """Accepted, and lacks columns that are attached later. It enters its table when it has them."""
 
 
 STATES = tuple(State)

@@ -2,6 +2,7 @@ from penstock.plane.acceptance import MAX_ID as MAX_ID
 from penstock.plane.engine import Engine as Engine
 from penstock.plane.intake import Incoming as Incoming
 from penstock.plane.intake import Intake as Intake
+from penstock.plane.late_groups import COLUMN as COLUMN
 from penstock.plane.ledger import Ledger as Ledger
 from penstock.plane.loop import PlaneLoop as PlaneLoop
 from penstock.plane.manifest import GroupSummaries as GroupSummaries

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from penstock.arrays import check_priority
 from penstock.errors import Conflict, DiskFull, InvalidInput, Overloaded, PenstockError
-from penstock.log import GivePriorities, GroupRow, ReturnLeases, Shorten, State
+from penstock.log import AwaitColumns, GivePriorities, GroupRow, Record, ReturnLeases, Shorten, State
 from penstock.plane.intake import NONE, Incoming, OverLength, why_untrained
 from penstock.plane.recorder import Recorder
 from penstock.plane.settings import PlaneSettings
@@ -159,14 +159,15 @@ class Acceptance:
         nothing: room in one table says nothing about the others."""
         if self._recorder.tenant_tables.members:
             return NOTHING
-        table, arriving = self._recorder.tenant_tables.table(""), self._arrivals.groups[""] + reserved.groups
+        table, arriving = self._recorder.tenant_tables.table(""), self.ahead("") + reserved.groups
         groups = next((n for n in _SPARE if table.may_insert(ahead=arriving + n - 1)), 0)
         used = self._recorder.state.bytes_of[""] + self._arrivals.bytes[""] + reserved.bytes
         return Amount(groups, max(self._settings.max_held_bytes - used, 0))
 
     def ahead(self, table_name: str) -> int:
-        """Return how many groups were offered for a table and are not accepted yet."""
-        return self._arrivals.groups[table_name]
+        """Return how many groups will enter a table: those that are not accepted yet, and those that wait for
+        columns. Their room is taken, so that attaching a column never waits for any."""
+        return self._arrivals.groups[table_name] + self._recorder.state.late.tables[table_name]
 
     def offer(self, group: Incoming, run: str = "", *, claim: Claim = lambda _: NOTHING) -> Outcome | bool:
         """Decide whether a group's frame should be checked and stored.
@@ -259,7 +260,7 @@ class Acceptance:
     def _check_room(self, group: str, table_name: str, size: int, reserved: Amount) -> None:
         """Raise unless a group fits into its table and on the disk, beside the room reserved for others."""
         table = self._recorder.tenant_tables.table(table_name)
-        arriving = self._arrivals.groups[table_name] + reserved.groups
+        arriving = self.ahead(table_name) + reserved.groups
         limit = int(self._settings.max_held_bytes * self._recorder.tenant_tables.part(table_name))
         of = f" (tenant {table_name!r} has its share)" if table_name else ""
         if size > limit:
@@ -365,15 +366,15 @@ class Acceptance:
         if not groups:
             return outcomes
         first = state.op + 1
-        given = {group.id: group.priority for group in groups if group.priority != 1.0 and not group.is_evaluation}
-        rows = [_row(group, op) for op, group in enumerate(groups, start=first + bool(given))]
+        before = list(enumerate(_before(groups), start=first))
+        rows = [_row(group, op) for op, group in enumerate(groups, start=first + len(before))]
         evaluated = sum(group.size for group in groups if group.is_evaluation)
         if evaluated:
             state.free_evaluations(max(self._settings.retain_eval_bytes - evaluated, 0))
         try:
             with self._recorder.transaction():
-                if given:
-                    self._recorder.log.add_record(first, GivePriorities(priorities=given))
+                for op, record in before:
+                    self._recorder.log.add_record(op, record)
                 self._recorder.log.add_groups(
                     [(row, _metadata(group)) for row, group in zip(rows, groups, strict=True)]
                 )
@@ -387,8 +388,8 @@ class Acceptance:
                 self._recorder.segments.settle(group.location, accepted=False)
             known = error if isinstance(error, PenstockError) else InvalidInput(f"{type(error).__name__}: {error}")
             return outcomes + [outcome for group in groups for outcome in self.refuse(group, known)]
-        if given:
-            state.redo(first, GivePriorities(priorities=given))
+        for op, record in before:
+            state.redo(op, record)
         for group, row in zip(groups, rows, strict=True):
             outcomes += self._accept(group, row)
         if shortened is not None:
@@ -426,7 +427,9 @@ class Acceptance:
             state.take_evaluation(row, group.eval_metadata)
             return _outcomes(group)
         counts["groups_untrained"] += bool(why_untrained(group.metadata))
-        self.generated.add(group.metadata)
+        if group.awaited is None:
+            self.generated.add(group.metadata)
+        counts["groups_awaited"] += group.awaited is not None
         stale = not state.take_in(row)
         self._recorder.on_stage("put", (row,), 0)
         counts["groups_stale"] += stale
@@ -446,12 +449,27 @@ def _row(group: Incoming, op: int) -> GroupRow:
         samples=metadata.num_samples,
         tokens=metadata.num_tokens,
         size=group.size,
-        state=State.EVALUATION if group.is_evaluation else State.HELD,
+        state=_first_state(group),
         run=metadata.run if group.is_evaluation else group.table,
         prompt=metadata.prompt,
         kinds=tuple(sorted(metadata.kinds.items())),
         location=group.location,
     )
+
+
+def _first_state(group: Incoming) -> State:
+    if group.is_evaluation:
+        return State.EVALUATION
+    return State.HELD if group.awaited is None else State.WAITING
+
+
+def _before(groups: Sequence[Incoming]) -> list[Record]:
+    """Return the decisions that say how these groups are accepted: priorities other than 1, and what some wait for."""
+    trained = [group for group in groups if not group.is_evaluation]
+    given = {group.id: group.priority for group in trained if group.priority != 1.0}
+    awaited = {group.id: group.awaited for group in trained if group.awaited is not None}
+    found: list[Record] = [GivePriorities(priorities=given)] if given else []
+    return [*found, AwaitColumns(groups=awaited)] if awaited else found
 
 
 def _metadata(group: Incoming) -> bytes:

@@ -50,6 +50,7 @@ from penstock.log import (
 )
 from penstock.plane.acceptance import Acceptance
 from penstock.plane.group_kinds import odd_groups
+from penstock.plane.late_values import LateDecisions
 from penstock.plane.ledger import Ledger
 from penstock.plane.priorities import report
 from penstock.plane.recorder import Recorder, ends_plane
@@ -102,6 +103,7 @@ class Engine:
         self.writer.on_write = partial(self.durations.add, "write")
         """Writes frames that clients sent to the plane. Used by the intake thread only."""
         self.acceptance = Acceptance(settings, self.recorder)
+        self.late = LateDecisions(settings, self.recorder, self.acceptance)
         self._last_delivered = self.last_step
         """The last step that all ranks had, or, of steps planned before this plane started, may have had."""
         self.maybe_trained = self.last_step
@@ -319,6 +321,9 @@ class Engine:
                 f"the last {stale} groups that arrived were dropped as stale (max_staleness "
                 f"{self.settings.replay.max_staleness}, policy version {self.policy_version})"
             )
+        if waiting := self.state.late.waiting:
+            names = sorted({name for group in waiting.values() for name in group.awaited.columns})
+            why.append(f"{len(waiting)} groups wait for {', '.join(names)}")
         if self.state.quarantined:
             why.append(f"{len(self.state.quarantined)} groups are in quarantine")
         return "; ".join([f"generation: {held} of {target}", *why])

@@ -12,7 +12,7 @@ from penstock.log import GroupRow
 def odd_groups(kinds: Mapping[str, Counter[str]], held: Iterable[GroupRow]) -> dict[int, str]:
     """Return the held groups that cannot be in a step with the majority, by op, with the reason.
 
-    What a step needs from its groups is best declared (`requires`) and then checked when they are put. Where it is not,
+    What a step needs from its groups is best declared (`needs`) and then checked when they are put. Where it is not,
     groups with and without a column are both accepted, and the minority is quarantined before a step is drawn: with 30
     groups with `logprobs` and 2 without, those 2 are odd. On a tie, the groups without the column are. `kinds` counts
     held groups by column and kind."""
@@ -29,7 +29,7 @@ def odd_groups(kinds: Mapping[str, Counter[str]], held: Iterable[GroupRow]) -> d
             if kind != chosen.get(name, kind):
                 found[row.op] = (
                     f"{name}: this group is {_kind_text(kind)}, {kinds[name][chosen[name]]} held groups are "
-                    f"{_kind_text(chosen[name])}; a step takes one kind. Put all groups alike, or declare `requires`"
+                    f"{_kind_text(chosen[name])}; a step takes one kind. Put all groups alike, or declare `needs`"
                 )
     return found
 

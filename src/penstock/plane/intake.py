@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from penstock.arrays import Column, words_for
+from penstock.convert import advantage_named, filter_named
 from penstock.errors import CorruptFrame, InvalidInput, PenstockError, StorageError
 from penstock.frames import (
     WITHOUT,
@@ -27,7 +28,9 @@ from penstock.frames import (
     join_metadata,
     metadata_for_evaluation,
     read_head,
+    with_late,
 )
+from penstock.log import Awaited
 from penstock.packing import plan
 from penstock.plane.settings import PlaneSettings
 from penstock.storage import Storage, Writer, parse_location
@@ -135,6 +138,11 @@ class Incoming:
     is_evaluation: bool = False
     """Put for evaluation: never trained, and in no table."""
     priority: float = 1.0
+    advantage: str = ""
+    """The advantage to compute when late rewards arrive, by name."""
+    filters: tuple[str, ...] = ()
+    awaited: Awaited | None = None
+    """The columns that it lacks and waits for."""
     table: str = ""
     """The table it will wait in; not used for an evaluation group."""
     read_back: bool = False
@@ -162,6 +170,7 @@ class Intake:
         self._settings, self._writer = settings, writer
         self._storage = cast(Storage, writer.storage)  # the plane reads what it writes
         self.limits = limits_of(settings)
+        self._late = settings.late_columns
 
     def run_of(self, frame: Buffer) -> str:
         """Return the tenant that a frame names, without reading its body."""
@@ -210,11 +219,14 @@ class Intake:
         group.metadata = metadata
         if not group.is_evaluation:
             group.over_length, group.is_dropped = OverLength.of(metadata), self._is_dropped(metadata)
+            group.awaited = self._awaited(group, metadata)
 
     def _metadata_of(self, group: Incoming) -> GroupMetadata:
         """Return the metadata, if it matches the frame's size and the plane's limits."""
         metadata, size = GroupMetadata.from_bytes(group.raw_metadata), parse_location(group.location).size
         name = f"group {group.id!r}"
+        if metadata.late.values or metadata.late.left_out:
+            raise CorruptFrame(f"{name}: metadata with late values; attach them after the put")
         if metadata.group != group.id or not metadata.num_samples:
             raise CorruptFrame(f"{name}: the metadata is of group {metadata.group!r}, {metadata.num_samples} samples")
         # Check only the sizes here. The rank that reads with the front checks the rest against digests.
@@ -301,7 +313,7 @@ class Intake:
         return self._settings.over_length == "drop" and not any(metadata.kept)
 
     def check_evaluation(self, group: str, frame: Buffer) -> tuple[GroupMetadata, EvalMetadata]:
-        """Return the metadata of an evaluation group. It need not meet what only training needs: `requires`, a policy
+        """Return the metadata of an evaluation group. It need not meet what only training needs: `needs`, a policy
         version, `seq_len`."""
         metadata, eval_metadata = metadata_for_evaluation(group, frame, self.limits)
         self._check_own(metadata)
@@ -322,17 +334,33 @@ class Intake:
                 )
 
     def _check_required(self, metadata: GroupMetadata) -> None:
-        for name in self._settings.requires:
-            lacking = _lacking(metadata, name)
+        for name in self._settings.needs:
+            lacking = [] if name in self._late else _lacking(metadata, name)
             if lacking:
                 raise InvalidInput(
-                    f"group {metadata.group!r}: no {name} in sample {lacking[0]!r} ({len(lacking)} of "
-                    f"{metadata.num_samples} samples), which this plane requires of each trained sample; record it, or "
-                    "open the plane without it in `requires`"
+                    f"group {metadata.group!r}: no {name} in sample {metadata.ids[lacking[0]]!r} ({len(lacking)} of "
+                    f"{metadata.num_samples} samples), which this plane needs of each trained sample; record it, or "
+                    "open the plane without it in `needs`"
                 )
 
+    def _awaited(self, group: Incoming, metadata: GroupMetadata) -> Awaited | None:
+        """Return what a group waits for. Raises InvalidInput for names that could not be applied."""
+        found = {name: tuple(rows) for name in self._late if (rows := _lacking(metadata, name))}
+        if group.advantage and "rewards" not in found:
+            raise InvalidInput(
+                f"group {group.id!r}: advantage {group.advantage!r:.60} is to be computed from late rewards, and this "
+                "plane does not wait for them; open it with needs=('rewards',) and needs_deadline_s, or give rewards"
+            )
+        if not found:
+            return None
+        if group.advantage:
+            advantage_named(group.advantage)
+        for name in group.filters:
+            filter_named(name)
+        return Awaited(columns=found, advantage=group.advantage, filters=group.filters)
 
-def _lacking(metadata: GroupMetadata, name: str) -> list[str]:
+
+def _lacking(metadata: GroupMetadata, name: str) -> list[int]:
     """Return the trained samples that lack a column; in a group that trains nothing, all samples that lack it."""
     trained = np.frombuffer(metadata.kept_loss_tokens, "<i8") > 0
     if not trained.any():
@@ -341,7 +369,8 @@ def _lacking(metadata: GroupMetadata, name: str) -> list[str]:
     if name in metadata.columns:
         table = np.frombuffer(metadata.has, np.bool_).reshape(metadata.num_samples, -1)
         has = table[:, metadata.columns.index(name)]
-    return [metadata.ids[i] for i in np.flatnonzero(trained & ~has).tolist()]
+    rows: list[int] = np.flatnonzero(trained & ~has).tolist()
+    return rows
 
 
 def limits_of(settings: PlaneSettings) -> Limits:
@@ -388,4 +417,5 @@ def check_lengths(metadata: GroupMetadata) -> None:
 def metadata_for(settings: PlaneSettings, metadata: GroupMetadata, frame: Buffer) -> GroupMetadata:
     """Make the metadata of a group again, for the current `seq_len`."""
     drop = settings.over_length == "drop"
-    return check_group(frame, group=metadata.group, seq_len=settings.packing.seq_len, drop=drop)
+    found = check_group(frame, group=metadata.group, seq_len=settings.packing.seq_len, drop=drop)
+    return with_late(found, metadata.late)

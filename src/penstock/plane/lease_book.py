@@ -69,6 +69,12 @@ class LeaseBook:
             del self._ended[next(iter(self._ended))]
         return lease
 
+    def complete(self, kind: str, key: str, reason: str) -> None:
+        """End the lease on a key, if there is one."""
+        number = self.number_of(kind, key)
+        if number is not None:
+            self.end(number, reason)
+
     def number_of(self, kind: str, key: str) -> int | None:
         """Return the open lease on a key."""
         return self._numbers.get((kind, key))

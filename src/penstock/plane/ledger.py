@@ -30,12 +30,15 @@ class Ledger:
     quarantined: int = 0
     evaluation: int = 0
     """Samples of evaluation groups, which no step uses; those whose frames were freed included."""
+    waiting: int = 0
+    """Samples of groups that lack columns which are attached later (`needs`)."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Accepted samples that will not be trained, by reason."""
     uses: int = 0
     """Scheduled samples, counted again each time replay reuses one."""
     discarded: Counter[str] = field(default_factory=Counter)
-    """Samples filtered out before they were put, by reason; not part of the sum."""
+    """Samples filtered out before they were put, or left out when their group got its late columns, by reason. Not
+    part of the sum: the latter are counted with their group."""
     over_length: Counter[str] = field(default_factory=Counter)
     """Truncated and dropped samples longer than `seq_len`, and their tokens. Not part of the sum: such a sample is
     counted with its group, whose other samples are trained."""
@@ -54,8 +57,8 @@ class Ledger:
 
     @property
     def balanced(self) -> bool:
-        parts = self.held + self.scheduled + self.delivered + self.committed + self.quarantined + self.evaluation
-        return self.accepted == parts + self.dropped.total()
+        parts = sum(getattr(self, name) for state, name in _FIELDS.items() if state is not State.DROPPED)
+        return bool(self.accepted == parts + self.dropped.total())
 
     def __str__(self) -> str:
         parts = [f"{count:,} {name}" for name, count in self._parts() if count]
@@ -81,6 +84,7 @@ class Ledger:
             **plain,
             quarantined=found["quarantined"],
             evaluation=found["evaluation"],
+            waiting=found.get("waiting", 0),
             dropped=Counter(found["dropped"]),
             uses=found["uses"],
             discarded=Counter(found["discarded"]),
@@ -97,6 +101,7 @@ class Ledger:
             "dropped": {reason: count for reason, count in sorted(self.dropped.items()) if count},
             "quarantined": self.quarantined,
             "evaluation": self.evaluation,
+            "waiting": self.waiting,
             "uses": self.uses,
             "discarded": dict(sorted(self.discarded.items())),
             "over_length": {name: self.over_length[name] for name in OVER_LENGTH},

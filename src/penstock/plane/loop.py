@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from penstock.errors import (
 )
 from penstock.log import Log
 from penstock.plane.acceptance import Outcome
+from penstock.plane.column_leases import ColumnLeases
 from penstock.plane.damage import Damage, Look, look_at_frame
 from penstock.plane.effect_runner import EffectRunner, admission_of, coordinator_of, decide, sign_of_life
 from penstock.plane.engine import Engine
@@ -49,6 +51,7 @@ from penstock.protocol import (
     AskGroups,
     AskRoom,
     Attach,
+    AttachValues,
     Buffer,
     Decide,
     Discard,
@@ -56,6 +59,7 @@ from penstock.protocol import (
     FromPlane,
     GiveUp,
     GroupStates,
+    LeaseColumns,
     Missing,
     Offer,
     One,
@@ -85,6 +89,10 @@ from penstock.storage import Storage
 from penstock.transport import PlaneTransport
 
 logger = logging.getLogger("penstock.plane")
+_ADMITTED = (
+    Put, OpenSegment, SignUrls, Trace, AskRoom, GiveUp, Discard, SettleGroup, SetWeight, AttachValues,
+)  # fmt: skip
+"""Messages of producers that admission answers."""
 _RETRY_S = 1.0
 """Pause after the disk was full, before effects and steps that need it are tried again."""
 _LOOK_S = 1.0
@@ -149,6 +157,7 @@ class PlaneLoop:
             is_training=lambda: self.coordinator.is_training,
         )
         self._signing = UrlSigning(self.engine, self._workers, self.admission, self._effects.do)
+        self._columns = ColumnLeases(self.engine, self.leases, self._workers, self.admission, self._effects.do)
         self._retry_at = self._look_at = 0.0
         self._now = self._started = time.monotonic()
         self.failure: BaseException | None = None
@@ -233,6 +242,7 @@ class PlaneLoop:
         outcomes = self._pipeline.collect()
         for outcome in outcomes:
             self._answer(outcome)
+        self._attach(now)
         self._unstage()
         self._admit(self.admission.answer_traces(self._is_kept))
         self._send_answers()
@@ -242,6 +252,7 @@ class PlaneLoop:
             self._retry_at = now + _RETRY_S if not (self._effects.run_deferred() and self._plan(now)) else 0.0
         self._marks.mark("planning")
         self.tasks.hand_out()
+        self._columns.turn(now)
         self.leases.turn(now)
         self.tasks.answer_waiting(now)
         self._effects.carry_out(self.damage.turn())
@@ -317,9 +328,11 @@ class PlaneLoop:
             self._effects.do(self._states(peer, message))
         elif isinstance(message, AboutTasks):
             self.tasks.on_message(peer, message, now)
+        elif isinstance(message, LeaseColumns):
+            self._columns.on_message(peer, message, now)
         elif isinstance(message, Ask):
             self._send(peer, Status(ticket=message.ticket, text=msgspec.json.encode(self.status())))
-        elif isinstance(message, (Put, OpenSegment, SignUrls, Trace, AskRoom, GiveUp, Discard, SettleGroup, SetWeight)):
+        elif isinstance(message, _ADMITTED):
             self._admit(self.admission.on_message(peer, message, frames))
         else:
             self._effects.carry_out(self.coordinator.on_message(peer, message, now))
@@ -335,6 +348,8 @@ class PlaneLoop:
         for effect in effects:
             if isinstance(effect, Offer):
                 self._offer(effect)
+            elif isinstance(effect, Decide) and isinstance(effect.message, AttachValues):
+                self.engine.late.offer(effect.ticket, effect.message)
             elif isinstance(effect, Decide):
                 self._effects.do(self._decide(effect))
             elif isinstance(effect, SignFor):
@@ -349,8 +364,16 @@ class PlaneLoop:
         states = self.engine.acceptance.states_of(message.groups)
         return Send(peer, GroupStates(ticket=message.ticket, states=tuple(states)))
 
+    def _attach(self, now: float) -> None:
+        """Attach the late values of this turn, and settle groups that have waited too long."""
+        for one in self.engine.late.flush():
+            assert isinstance(one.ticket, tuple)  # as made by admission
+            self._effects.do(self.admission.attached(one.ticket, one.error, one.new, one.known, one.late))
+        with suppress(DiskFull):  # the next turn tries again
+            self.engine.late.tick(now)
+
     def _decide(self, effect: Decide) -> Send:
-        if not isinstance(effect.message, OpenSegment):
+        if isinstance(effect.message, (Discard, SettleGroup, SetWeight)):
             return self.admission.decided(effect.ticket, decide(self.engine, self.run_logger, effect.message))
         try:
             (segment,) = self.engine.segments.register(writer_of(effect.ticket[0]))
@@ -372,6 +395,8 @@ class PlaneLoop:
                 offer.frame,
                 evaluation=put.evaluation,
                 priority=put.priority,
+                advantage=put.advantage,
+                filters=put.filters,
                 claim=claim,
             )
         if outcome is not None and isinstance(outcome.error, Overloaded):

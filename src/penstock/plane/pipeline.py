@@ -118,6 +118,8 @@ class Pipeline:
         evaluation: bool = False,
         claim: Claim = lambda _: NOTHING,
         priority: float = 1.0,
+        advantage: str = "",
+        filters: tuple[str, ...] = (),
     ) -> Outcome | None:
         """Offer a group that came with its frame. Returns an outcome only if the put is decided at once."""
         incoming = Incoming(
@@ -128,6 +130,8 @@ class Pipeline:
             frame=frame,
             is_evaluation=evaluation,
             priority=priority,
+            advantage=advantage,
+            filters=filters,
         )
         try:
             run = self._intake.run_of(frame) if self._has_tenants else ""
@@ -158,6 +162,8 @@ class Pipeline:
             raw_eval_metadata=put.shown,
             is_evaluation=put.evaluation,
             priority=put.priority,
+            advantage=put.advantage,
+            filters=put.filters,
         )
         found = self._acceptance.offer(group, run, claim=claim)
         if isinstance(found, Outcome):

@@ -153,7 +153,7 @@ def rebuild(log: Log, replay: Replay, *, retain_steps: int, keeps_all: bool = Fa
         elif op in rows:
             row = rows[op]
             # Most rows are held: making each anew took a fifth of the restart of a plane with 100,000 of them.
-            is_held = row.state is State.HELD and not row.reason
+            is_held = row.state in (State.HELD, State.WAITING) and not row.reason
             state.take_in(row if is_held else replace(row, state=State.HELD, reason=""))
         elif op in records:
             state.redo(op, records[op])

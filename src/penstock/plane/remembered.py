@@ -161,7 +161,8 @@ def note_seq_len(settings: PlaneSettings, recorder: Recorder, storage: Storage) 
 
 def _further_cuts(settings: PlaneSettings, recorder: Recorder, storage: Storage) -> Iterator[OverLength]:
     """Yield what each waiting group loses beyond what it lost before."""
-    for row in map(recorder.state.row_of, recorder.tenant_tables):
+    state = recorder.state
+    for row in [*map(state.row_of, recorder.tenant_tables), *(state.rows[op] for op in state.late.waiting)]:
         data = recorder.log.metadata(row.op)
         if data is None:
             continue

@@ -16,6 +16,7 @@ from msgspec import Meta
 from penstock.arrays import run_name_problem, table_with
 from penstock.config import Given, build, check, unknown
 from penstock.errors import ConfigError
+from penstock.frames import LATE_COLUMNS
 from penstock.log import check_address
 from penstock.packing import Packing
 from penstock.protocol import MAX_HEADER, Timeouts
@@ -129,13 +130,30 @@ class PlaneSettings:
             description="processes per data rank (tensor or context parallel); each gets the rank's data",
         ),
     ] = 1
-    requires: Annotated[
+    needs: Annotated[
         tuple[str, ...],
         Meta(
-            description="columns that every trained sample must have, such as logprobs or teacher_logprobs, whatever "
-            "its mode; a put without one is rejected"
+            description="columns that every trained sample must have, such as logprobs or rewards, whatever its mode; "
+            "a put without one is rejected, or waits for it if `needs_deadline_s` is given and the column may be "
+            f"attached later: {', '.join(LATE_COLUMNS)}"
         ),
     ] = ()
+    needs_deadline_s: Annotated[
+        float | None,
+        Meta(
+            gt=0,
+            le=31_536_000,
+            description="seconds that a group may wait for columns that are attached after its put, counted again "
+            "after a restart; none: a put without a needed column is rejected",
+        ),
+    ] = None
+    on_missing: Annotated[
+        Literal["drop", "train"],
+        Meta(
+            description="what happens to a group that lacks a needed column at the deadline: drop it, or train it "
+            "without; both are counted"
+        ),
+    ] = "drop"
     over_length: Annotated[
         Literal["reject", "truncate", "drop"],
         Meta(
@@ -273,14 +291,24 @@ class PlaneSettings:
         if "" in self.shares:
             raise ConfigError(f"shares: '' has {self.shares['']}; give each tenant a name")
         table = table_with(self.packing.own)
-        for name in self.requires:
+        for name in self.needs:
             if name not in table:
-                raise ConfigError(f"requires: {name!r}: {unknown(name, table, 'column')}")
+                raise ConfigError(f"needs: {name!r}: {unknown(name, table, 'column')}")
+        if self.needs_deadline_s is not None and not self.late_columns:
+            raise ConfigError(
+                f"needs_deadline_s: {self.needs_deadline_s:g} with needs {self.needs!r}; name a column that may be "
+                f"attached later ({', '.join(LATE_COLUMNS)}), or leave it out"
+            )
         if self.target.groups is not None and self.target.groups > self.replay.capacity:
             raise ConfigError(
                 f"groups_per_step: {self.target.groups} with capacity {self.replay.capacity}; "
                 "a step could never be filled; raise the capacity"
             )
+
+    @property
+    def late_columns(self) -> tuple[str, ...]:
+        """The columns that a group may wait for."""
+        return () if self.needs_deadline_s is None else tuple(name for name in self.needs if name in LATE_COLUMNS)
 
     @property
     def max_message_bytes(self) -> int:

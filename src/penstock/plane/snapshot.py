@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import xxhash
 
+from penstock.plane.late_groups import WaitingGroup
 from penstock.plane.lease_book import Lease
 from penstock.plane.priorities import Reports
 from penstock.plane.task_book import SavedList
@@ -56,6 +57,8 @@ class Saved(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     tenant_tables: SavedTables
     reports: Reports = msgspec.field(default_factory=Reports)
     """Priorities that ranks reported."""
+    waiting: dict[int, WaitingGroup] = {}
+    """Groups that wait for columns, by op."""
     leases: list[Lease] = []
     """Open leases."""
     tasks: list[SavedList] = []

@@ -11,6 +11,7 @@ numbers, so a restart applies both in the order in which they happened:
 
 States of a group:
 
+    waiting               for columns that are attached after the put; in no table
     held                  while the replay table has it
     scheduled, delivered,
     committed             as the last step that uses it, once it has left the table
@@ -31,8 +32,13 @@ from penstock.arrays import bounded_sum
 from penstock.errors import WaitTimeout
 from penstock.frames import EvalMetadata
 from penstock.log import (
+    AdmitGroup,
     Advance,
+    AttachColumn,
+    AwaitColumns,
+    Awaited,
     Discard,
+    DropGroup,
     EvictTenant,
     ForgetReports,
     GivePriorities,
@@ -53,7 +59,9 @@ from penstock.log import (
     numbers_taken,
 )
 from penstock.plane.evaluations import Evaluations
+from penstock.plane.freeing import Freeing
 from penstock.plane.group_kinds import count_kinds
+from penstock.plane.late_groups import COLUMN, LateGroups
 from penstock.plane.lease_book import RETURNED, LeaseBook
 from penstock.plane.ledger import Ledger
 from penstock.plane.manifest import Manifest, read_manifest
@@ -99,6 +107,8 @@ class PlaneState:
         self.tasks = TaskBook(self.leases)
         self.usable_groups = 0
         """Groups that were accepted and are trained, or may be."""
+        self.late = LateGroups(self.leases)
+        """Groups that wait for columns."""
         self.quarantined: dict[int, GroupRow] = {}
         """Groups in quarantine, by op."""
         self.tenant_tables = TenantTables(replay, lambda key, reason: self._left.append((str(key), str(reason))))
@@ -145,13 +155,46 @@ class PlaneState:
         self.tasks.accept(row.id, row.op)
         self.usable_groups += 1
         self.ledger.accepted += row.samples
-        self.ledger.add(State.HELD, "", row.samples)
         self.bytes_of[row.run] += row.size
+        awaited = self.late.expected.pop(row.id, None)
+        if awaited is not None:
+            return self._wait(row, awaited)
+        self.ledger.add(State.HELD, "", row.samples)
         self.held_tokens += row.tokens
         count_kinds(self.kinds, row, 1)
         kept = self._insert(row)
         self._settle()
         return kept
+
+    def _wait(self, row: GroupRow, awaited: Awaited) -> bool:
+        """Take in a group that lacks columns. Returns False if it was too stale and dropped."""
+        self.rows[row.op] = row = replace(row, state=State.WAITING)
+        self.ledger.add(State.WAITING, "", row.samples)
+        self.late.add(row, awaited, self.tenant_tables.given.pop(row.id, 1.0))
+        self._drop_waiting([row.op], "stale", only_stale=True)
+        return row.op in self.late.waiting
+
+    def _drop_waiting(self, ops: Iterable[int], reason: str, *, only_stale: bool = False) -> None:
+        """Drop groups that wait for columns; with `only_stale`, those that are too old to be trained."""
+        most = self._replay.max_staleness
+        for row in [self.rows[op] for op in ops]:
+            age = self.policy_version - (self.policy_version if row.policy_version is None else row.policy_version)
+            if only_stale and (most is None or age <= most):
+                continue
+            self.late.remove(row)
+            self._account(row, State.WAITING, State.DROPPED, reason)
+            self.bytes_of[row.run] -= row.size
+            self._forget(row.op, frame=True)
+
+    def _admit(self, record: AdmitGroup) -> None:
+        """Let a group into its table that has its columns, or drop it."""
+        if record.reason:
+            self._drop_waiting([record.group], record.reason)
+            return
+        row = self.rows[record.group] = replace(self.rows[record.group], state=State.HELD, kinds=record.kinds)
+        self.tenant_tables.given[row.id] = self.late.remove(row).priority
+        self._account(row, State.WAITING, State.HELD, "")
+        self._insert(row)
 
     def take_evaluation(self, row: GroupRow, metadata: EvalMetadata | None) -> None:
         """Apply the acceptance of an evaluation group."""
@@ -217,6 +260,7 @@ class PlaneState:
         if isinstance(record, Advance):
             self.policy_version = record.policy_version
             self.tenant_tables.advance(self.policy_version)
+            self._drop_waiting(list(self.late.waiting), "stale", only_stale=True)
         elif isinstance(record, Prioritize):
             self.tenant_tables.update_priorities(record.priorities)
             if record.step:
@@ -238,30 +282,44 @@ class PlaneState:
             self.tasks.evict(record.tenant, is_evicted=False)
             del self.unpackable[record.tenant]
         elif isinstance(record, EvictTenant):
+            self._drop_waiting([op for op in self.late.waiting if self.rows[op].run == record.tenant], "evicted")
             self.tenant_tables.evict(record.tenant, record.reason)
             self._left = [(key, "evicted") for key, _ in self._left]
             self.tasks.evict(record.tenant, is_evicted=True)
         elif isinstance(record, ReleaseGroup):
             self._release(self.quarantined.pop(record.op))
         elif isinstance(record, Lose):
-            for row in [self.rows[op] for op in record.groups if op in self.rows]:
-                if self.tenant_tables.remove(row):
-                    self._left.append((row.id, ""))
-            self._left = list({key: "lost" for key, _ in self._left}.items())
+            self._lose(record.groups)
+        elif isinstance(record, (AwaitColumns, AttachColumn)):
+            self.late.follow(record)
+        elif isinstance(record, AdmitGroup):
+            self._admit(record)
         elif isinstance(record, HandOut):
             self.op = max(self.op, op + numbers_taken(record) - 1)
             self.leases.begin(op, record, self.policy_version)
             self.tasks.hand_out(record)
+            for key in record.keys if record.kind == COLUMN else ():
+                self.late.lent(key)
         elif isinstance(record, ReturnLeases):
             for lease in [self.leases.end(number, record.reason or RETURNED) for number in record.leases]:
                 self.tasks.give_back(lease, record.reason)
+                if lease is not None and lease.kind == COLUMN:
+                    self.late.returned(lease.key)
         elif isinstance(record, OpenList):
             self.tasks.open_list(record)
-        else:
+        elif isinstance(record, DropGroup):
             row = self.quarantined.pop(record.op)
             self._account(row, State.QUARANTINED, State.DROPPED, "quarantined")
             self.freeing.add(row)
         self._settle()
+
+    def _lose(self, groups: Iterable[int]) -> None:
+        known = [op for op in groups if op in self.rows]
+        self._drop_waiting([op for op in known if op in self.late.waiting], "lost")
+        for row in [self.rows[op] for op in known if op in self.rows]:
+            if self.tenant_tables.remove(row):
+                self._left.append((row.id, ""))
+        self._left = list({key: "lost" for key, _ in self._left}.items())
 
     def _set_aside(self, groups: Mapping[int, str]) -> None:
         for op, reason in groups.items():
@@ -320,6 +378,7 @@ class PlaneState:
             steps={step: (int(state), self._ends[step]) for step, state in self.states.items()},
             tenant_tables=self.tenant_tables.save(),
             reports=self.reports,
+            waiting=self.late.waiting,
             leases=self.leases.save(),
             tasks=self.tasks.save(),
             usable_groups=self.usable_groups,
@@ -340,6 +399,7 @@ class PlaneState:
         self.leases.load(saved.leases)
         self.tasks.load(saved.tasks)
         self.usable_groups = saved.usable_groups
+        self.late.restore(saved.waiting, self.rows)
         for key in self.tenant_tables:
             count_kinds(self.kinds, self.row_of(key), 1)
         recorded: dict[int, State] = {}
@@ -453,36 +513,3 @@ class PlaneState:
                 self._unwritten[row.op] = (State.HELD, "")
         self._unwritten_steps = {step: s for step, s in self._unwritten_steps.items() if steps[step] is not s}
         self.freeing.keep_differences(frames)
-
-
-class Freeing:
-    """Frames that nothing needs any longer: the next transaction makes the log forget them, then storage deletes
-    them."""
-
-    def __init__(self, *, keeps_all: bool = False) -> None:
-        """`keeps_all`: free nothing (`retain="all"`)."""
-        self._keeps_all = keeps_all
-        self.ops: list[int] = []
-        """Groups whose frame and metadata the log is about to forget."""
-        self._locations: list[str] = []
-
-    def add(self, row: GroupRow) -> None:
-        """Free the frame of a group."""
-        if self._keeps_all:
-            return
-        self.ops.append(row.op)
-        if row.location:
-            self._locations.append(row.location)
-
-    def keep_differences(self, frames: Container[int]) -> None:
-        """After a rebuild, keep only groups that the log has not forgotten yet."""
-        self.ops = [op for op in self.ops if op in frames]
-
-    @property
-    def locations(self) -> list[str]:
-        """Frames that the next transaction frees."""
-        return list(self._locations)
-
-    def done(self) -> None:
-        """Note that the transaction was committed."""
-        self._locations, self.ops = [], []

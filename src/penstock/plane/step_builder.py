@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays import step_digest
 from penstock.errors import PenstockError
-from penstock.frames import GroupMetadata, join_metadata
+from penstock.frames import GroupMetadata, join_metadata, late_digests
 from penstock.packing import Packing, plan
 from penstock.plane.manifest import GroupSummaries
 from penstock.protocol import Buffer, Frames, PickedGroup, Staged, StepPicks
@@ -84,7 +84,7 @@ class StepBuilder:
 
     def plan(self, metadata: Sequence[GroupMetadata]) -> PlannedStep:
         made = plan(join_metadata(metadata), self.packing)
-        digests = [digest for group in metadata for digest in group.digests]
+        digests = [digest for group in metadata for digest in late_digests(group.digests, group.late.arrays())]
         needs = [rank_plan.needs for rank_plan in made.rank_plans]
         packed = [rank_plan.relative().to_bytes() for rank_plan in made.rank_plans]
         return PlannedStep(
@@ -137,8 +137,16 @@ def _step_picks(request: Sequence[Pick], known: Mapping[str, GroupMetadata]) -> 
     for pick in request:
         metadata = known[pick.location]
         digests = tuple(metadata.digests[row] for row in pick.rows)
+        late = {name: values.tobytes() for name, values in metadata.late.arrays(pick.rows).items()}
         groups.append(
-            PickedGroup(group=pick.group, location=pick.location, rows=pick.rows, front=metadata.front, digests=digests)
+            PickedGroup(
+                group=pick.group,
+                location=pick.location,
+                rows=pick.rows,
+                front=metadata.front,
+                digests=digests,
+                late=late,
+            )
         )
     return StepPicks(groups=tuple(groups))
 

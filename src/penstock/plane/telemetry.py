@@ -64,6 +64,13 @@ COUNTS = {
     "metrics_refused": "reported metrics that were not kept",
     "reports_refused": "priorities that were refused",
     "priorities_unknown": "priorities of ids that the step does not have",
+    "groups_awaited": "groups accepted that wait for columns",
+    "groups_admitted": "groups that got their columns and may be trained",
+    "groups_dropped_late": "groups dropped by a filter, an error or the deadline when they waited for columns",
+    "groups_overdue": "groups that did not get their columns in time",
+    "values_attached": "samples that got a late value",
+    "values_known": "samples that had the value already",
+    "values_late": "values of groups that were dropped or trained without",
     "leases_expired": "leases that ran out because their process was not heard",
     "tasks_late": "groups that were not kept because another had completed their task",
 }
@@ -221,6 +228,7 @@ MAX_METRICS = 1000
 MAX_METRIC_NAME = 200
 MAX_REASONS = 256
 _WATCHED = {
+    "groups_overdue": "groups did not get their columns in time (needs_deadline_s)",
     "groups_quarantined": "groups set aside because no step could be made with them: `penstock inspect` lists them",
     "tenants_evicted": "tenants evicted",
 }

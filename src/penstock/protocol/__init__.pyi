@@ -28,6 +28,7 @@ from penstock.protocol.messages import MAX_NAME as MAX_NAME
 from penstock.protocol.messages import MAX_PROMPT_BYTES as MAX_PROMPT_BYTES
 from penstock.protocol.messages import MAX_PROMPTS as MAX_PROMPTS
 from penstock.protocol.messages import MAX_REASON as MAX_REASON
+from penstock.protocol.messages import MAX_SCORED as MAX_SCORED
 from penstock.protocol.messages import MAX_TASKS as MAX_TASKS
 from penstock.protocol.messages import OVER_LENGTH as OVER_LENGTH
 from penstock.protocol.messages import Accepted as Accepted
@@ -37,9 +38,11 @@ from penstock.protocol.messages import AskGroups as AskGroups
 from penstock.protocol.messages import AskRoom as AskRoom
 from penstock.protocol.messages import Attach as Attach
 from penstock.protocol.messages import Attached as Attached
+from penstock.protocol.messages import AttachValues as AttachValues
 from penstock.protocol.messages import Beat as Beat
 from penstock.protocol.messages import Buffer as Buffer
 from penstock.protocol.messages import Bundle as Bundle
+from penstock.protocol.messages import ColumnsLeased as ColumnsLeased
 from penstock.protocol.messages import Discard as Discard
 from penstock.protocol.messages import Frames as Frames
 from penstock.protocol.messages import FromClient as FromClient
@@ -47,6 +50,7 @@ from penstock.protocol.messages import FromPlane as FromPlane
 from penstock.protocol.messages import GiveBack as GiveBack
 from penstock.protocol.messages import GiveUp as GiveUp
 from penstock.protocol.messages import GroupStates as GroupStates
+from penstock.protocol.messages import LeaseColumns as LeaseColumns
 from penstock.protocol.messages import LeasedTask as LeasedTask
 from penstock.protocol.messages import LeaseTasks as LeaseTasks
 from penstock.protocol.messages import Missing as Missing
@@ -69,6 +73,7 @@ from penstock.protocol.messages import SignUrls as SignUrls
 from penstock.protocol.messages import Status as Status
 from penstock.protocol.messages import TasksLeased as TasksLeased
 from penstock.protocol.messages import Trace as Trace
+from penstock.protocol.messages import ValuesAttached as ValuesAttached
 from penstock.protocol.messages import check_decision as check_decision
 from penstock.protocol.picks import PickedGroup as PickedGroup
 from penstock.protocol.picks import StepPicks as StepPicks

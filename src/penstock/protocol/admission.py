@@ -28,6 +28,7 @@ from penstock.protocol.messages import (
     AskRoom,
     Attach,
     Attached,
+    AttachValues,
     Buffer,
     Discard,
     Foreign,
@@ -47,6 +48,7 @@ from penstock.protocol.messages import (
     SetWeight,
     SignUrls,
     Trace,
+    ValuesAttached,
 )
 from penstock.protocol.rooms import Rooms, Space, Ticket
 
@@ -70,7 +72,7 @@ class Decide:
     """Let the engine decide this once, then call `decided` with the result."""
 
     ticket: Ticket
-    message: Discard | SettleGroup | SetWeight | OpenSegment
+    message: Discard | SettleGroup | SetWeight | OpenSegment | AttachValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,16 @@ class Admission:
     def on_message(
         self,
         peer: Peer,
-        message: Put | OpenSegment | SignUrls | Trace | AskRoom | GiveUp | Discard | SettleGroup | SetWeight,
+        message: Put
+        | OpenSegment
+        | SignUrls
+        | Trace
+        | AskRoom
+        | GiveUp
+        | Discard
+        | SettleGroup
+        | SetWeight
+        | AttachValues,
         frames: Frames,
     ) -> list[Effect]:
         if isinstance(message, Put):
@@ -268,6 +279,14 @@ class Admission:
     def decided(self, ticket: Ticket, error: PenstockError | None) -> Send:
         """Answer a decision. Repeated requests get the same answer."""
         return self._remember(ticket, self.answer(ticket, error))
+
+    def attached(self, ticket: Ticket, error: PenstockError | None, new: int, known: int, late: int) -> Send:
+        """Answer values that were attached. Repeated requests get the same answer."""
+        if error is not None:
+            return self.decided(ticket, error)
+        return self._remember(
+            ticket, Send(ticket[0], ValuesAttached(ticket=ticket[1], new=new, known=known, late=late))
+        )
 
     def _remember(self, ticket: Ticket, answer: Send) -> Send:
         self._decided[ticket] = answer.message

@@ -35,6 +35,8 @@ MAX_SIGNED = 64
 """URLs asked for with one message, at most."""
 MAX_ASKED = 1024
 """Groups asked about with one message, at most."""
+MAX_SCORED = 256
+"""Groups leased to a scoring worker at once, at most."""
 MAX_LEASES = 1024
 """Leases that one message renews or returns, at most."""
 MAX_TASKS = 64
@@ -369,6 +371,10 @@ class Put(_Message, frozen=True, tag="put"):
     """What metrics show of an evaluation group in storage."""
     priority: float = 1.0
     """The priority until ranks report another, for samplers that use priorities."""
+    advantage: str = ""
+    """The advantage to compute when late rewards arrive, by name."""
+    filters: tuple[str, ...] = ()
+    """Filters to apply then, by name."""
 
 
 class Trace(_Message, frozen=True, tag="trace"):
@@ -424,6 +430,51 @@ class GroupStates(_Message, frozen=True, tag="group-states"):
     ticket: int
     states: tuple[tuple[str, str], ...]
     """State and reason of each group, in the order of the question."""
+
+
+class AttachValues(_Message, frozen=True, tag="attach-values"):
+    """Gives samples of accepted groups the values of a column that they lacked when they were put."""
+
+    ticket: int
+    column: str
+    values: dict[str, dict[str, float]]
+    """Group -> sample -> value; at most `MAX_ASKED` groups."""
+    errors: dict[str, dict[str, str]] = {}
+    """Group -> sample that could not be scored -> why."""
+
+
+class ValuesAttached(_Message, frozen=True, tag="values-attached"):
+    """Answers `AttachValues`: the values are in the log. Counts samples."""
+
+    ticket: int
+    new: int = 0
+    known: int = 0
+    """Had this value already."""
+    late: int = 0
+    """Of groups that are dropped, or trained without the value."""
+
+
+class LeaseColumns(_Message, frozen=True, tag="lease-columns"):
+    """Asks for groups that lack a column. Answered when there are some, or after a heartbeat with none."""
+
+    ticket: int
+    column: str
+    groups: int
+    """At most `MAX_SCORED`."""
+    worker: str
+    lease_s: float
+    direct: bool = False
+    """Whether the worker reads samples from storage itself. Otherwise they come with the answer."""
+
+
+class ColumnsLeased(_Message, frozen=True, tag="columns-leased"):
+    """Answers `LeaseColumns`. The payload is the samples, or empty for a worker that reads storage itself."""
+
+    ticket: int
+    leases: tuple[int, ...] = ()
+    """One for each group of the picks."""
+    picks: bytes = b""
+    """The samples that lack the column (`penstock.protocol.picks`)."""
 
 
 class Discard(_Message, frozen=True, tag="discard"):
@@ -638,6 +689,8 @@ FromProducer: TypeAlias = (
     | SetWeight
     | Ask
     | AskGroups
+    | AttachValues
+    | LeaseColumns
     | Renew
     | GiveBack
     | OfferPrompts
@@ -668,6 +721,8 @@ FromPlane: TypeAlias = (
     | Answers
     | Status
     | GroupStates
+    | ValuesAttached
+    | ColumnsLeased
     | Renewed
     | PromptsOffered
     | TasksLeased

@@ -5,9 +5,14 @@ About 1 kB per group: the front of its frame gives the byte ranges of the sample
 
 from __future__ import annotations
 
+import math
+import struct
+
 import msgspec
 
 from penstock.errors import CorruptFrame
+
+_NAN = struct.pack("<f", math.nan)
 
 
 class PickedGroup(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -21,7 +26,9 @@ class PickedGroup(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     front: bytes
     """The first bytes of the frame, which describe its columns and where they are."""
     digests: tuple[bytes, ...]
-    """Digests of these samples, 16 bytes each."""
+    """Digests of these samples, 16 bytes each, as they are stored."""
+    late: dict[str, bytes] = {}
+    """Column -> float32 per sample, for values that were attached after the put; NaN = none."""
 
 
 class StepPicks(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -35,6 +42,14 @@ class StepPicks(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     @property
     def digests(self) -> list[bytes]:
         return [digest for picked in self.groups for digest in picked.digests]
+
+    def late(self) -> dict[str, bytes]:
+        """Return the late values of all samples, by column; NaN = none."""
+        names = {name for picked in self.groups for name in picked.late}
+        return {
+            name: b"".join(picked.late.get(name, _NAN * len(picked.rows)) for picked in self.groups)
+            for name in sorted(names)
+        }
 
     def group_of(self, sample: int) -> str:
         """Return the group of a sample, by the sample's index in the step."""
@@ -58,6 +73,8 @@ class StepPicks(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
                     f"picks of a step: group {picked.group[:80]!r}: {len(picked.rows)} samples, "
                     f"{len(picked.digests)} digests; there must be one for each"
                 )
+            if any(len(data) != 4 * len(picked.rows) for data in picked.late.values()):
+                raise CorruptFrame(f"picks of a step: group {picked.group[:80]!r}: late values of other samples")
         return found
 
 

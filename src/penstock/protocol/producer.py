@@ -48,6 +48,7 @@ from penstock.protocol.messages import (
     Attach,
     Attached,
     Buffer,
+    ColumnsLeased,
     Foreign,
     FromClient,
     FromPlane,
@@ -66,6 +67,7 @@ from penstock.protocol.messages import (
     Status,
     TasksLeased,
     Trace,
+    ValuesAttached,
 )
 from penstock.protocol.retry import Contact, Failed, Out, Pending
 from penstock.protocol.rooms import NOTHING, Amount
@@ -83,6 +85,8 @@ Answer: TypeAlias = (
     | Renewed
     | PromptsOffered
     | TasksLeased
+    | ValuesAttached
+    | ColumnsLeased
 )
 _ANSWERS = (
     Accepted,
@@ -94,6 +98,8 @@ _ANSWERS = (
     Renewed,
     PromptsOffered,
     TasksLeased,
+    ValuesAttached,
+    ColumnsLeased,
 )
 """Messages that answer a request by its ticket and end it."""
 
@@ -126,6 +132,8 @@ class PutRequest:
     evaluation: bool = False
     """An evaluation group needs no room in any table."""
     priority: float = 1.0
+    advantage: str = ""
+    filters: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -242,6 +250,8 @@ class ProducerSession:
                 digest=put.digest,
                 evaluation=put.evaluation,
                 priority=put.priority,
+                advantage=put.advantage,
+                filters=put.filters,
             ),
             now,
             self.timeouts.resend_s,

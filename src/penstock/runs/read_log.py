@@ -8,8 +8,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from penstock.arrays import Samples
 from penstock.errors import CorruptFile, InvalidInput
-from penstock.frames import Buffer
+from penstock.frames import Buffer, GroupMetadata, attach_late, decode
 from penstock.log import FORMAT, LOG, Advance, Discard, LogReader, Shorten, State, is_run, read_record, reading
 from penstock.plane import Ledger, Manifest, read_manifest
 from penstock.protocol import OVER_LENGTH
@@ -29,6 +30,15 @@ def storage_of_run(folder: Path) -> KeptStorage:
 def read_stored(folder: Path, location: str) -> Buffer:
     """Read a frame of a run, even while its plane works. Raises Gone if it was deleted."""
     return storage_of_run(folder).read(location)[0]
+
+
+def stored_samples(folder: Path, group: str, location: str) -> Samples:
+    """Read the samples of a group, with the values that were attached after its put. Raises Gone if it was deleted."""
+    samples = decode(read_stored(folder, location))
+    with reading(folder) as log:
+        known = log.states_of([group]).get(group)
+        data = None if known is None or known[1] is State.EVALUATION else log.metadata(known[0])
+    return attach_late(samples, GroupMetadata.from_bytes(data).late.arrays()) if data else samples
 
 
 def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None = None) -> dict[str, Any]:
@@ -182,7 +192,7 @@ def _counts(log: LogReader, next_step: int) -> dict[str, Any]:
         totals["num_groups"] += count
         totals["num_tokens"] += tokens
         totals["frame_bytes"] += kept
-        if state in (State.HELD, *_UNDER_WAY):
+        if state in (State.HELD, State.WAITING, *_UNDER_WAY):
             totals["held_bytes"] += size
         if state == State.HELD:
             totals["held_groups"] += count

@@ -14,7 +14,8 @@ from pathlib import Path
 import xxhash
 
 from penstock.errors import CorruptFile, InvalidInput
-from penstock.log import FORMAT, LOG, GroupRow, LogReader, is_run, reading
+from penstock.frames import NO_LATE, GroupMetadata, attach_late, decode, encode
+from penstock.log import FORMAT, LOG, AwaitColumns, Awaited, GroupRow, LogReader, is_run, read_record, reading
 from penstock.plane import SETTINGS, read_manifest
 from penstock.runs.read_log import storage_of_run
 from penstock.storage import Gone, KeptStorage
@@ -114,6 +115,30 @@ class RecordedRun:
             self.gone.add(op)
             raise Gone(f"group {entry.id!r}: its frame was freed meanwhile")
         raise CorruptFile(f"{problem}; restore the storage from a copy")
+
+    def complete_frame(self, op: int) -> bytes:
+        """Read a group's frame, with the values that were attached after its put and without samples that were left
+        out because of them. Raises like `frame`."""
+        frame = self.frame(op)
+        with reading(self.folder) as log:
+            data = None if self.groups[op].is_evaluation else log.metadata(op)
+        late = NO_LATE if data is None else GroupMetadata.from_bytes(data).late
+        if not late:
+            return frame
+        samples = attach_late(decode(frame), late.arrays())
+        out = late.left_out or bytes(len(samples))
+        if all(out):
+            raise Gone(f"group {self.groups[op].id!r}: dropped when its late values came; no sample of it was trained")
+        return bytes(encode(samples.take([i for i in range(len(samples)) if not out[i]])))
+
+    def awaited(self) -> dict[str, Awaited]:
+        """Return what groups waited for when they were put, by id."""
+        found: dict[str, Awaited] = {}
+        for entry in self.records.values():
+            record = read_record(entry.data)
+            if isinstance(record, AwaitColumns):
+                found |= record.groups
+        return found
 
     def _is_freed(self, op: int) -> bool:
         with reading(self.folder) as log:

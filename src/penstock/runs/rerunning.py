@@ -20,6 +20,10 @@ from penstock.config import build, without_removed
 from penstock.errors import CorruptFile, InvalidInput, PenstockError
 from penstock.frames import GroupMetadata
 from penstock.log import (
+    AdmitGroup,
+    AttachColumn,
+    AwaitColumns,
+    Awaited,
     DropGroup,
     GroupRow,
     HandOut,
@@ -34,7 +38,7 @@ from penstock.log import (
     State,
     read_record,
 )
-from penstock.plane import Engine, Incoming, Intake, PlaneSettings, StepBuilder, storage_of
+from penstock.plane import COLUMN, Engine, Incoming, Intake, PlaneSettings, StepBuilder, storage_of
 from penstock.runs.recorded_run import RecordedRun, RecordEntry, StepEntry
 from penstock.storage import Gone
 
@@ -122,6 +126,8 @@ class _Life:
         """Ops of groups that were put without a frame."""
         self._leases: dict[int, tuple[str, str]] = {}
         """Kind and key of each recorded lease."""
+        self._awaited: dict[str, Awaited] = {}
+        """What the groups to come wait for, by id."""
         self._next_step = 1
         self._engine: Engine | None = None
         self.same = self.skipped = 0
@@ -154,6 +160,8 @@ class _Life:
             self._put_frame(entry, frame)
             return
         self._without.add(entry.op)
+        if entry.id in self._awaited:
+            self.engine.recorder.decide(AwaitColumns(groups={entry.id: self._awaited[entry.id]}))
         # Its samples cannot be trained here, but it must be drawn as it was: as a waiting group without a frame.
         row = replace(entry, op=self.engine.state.op + 1, state=State.HELD, reason="", uses=0, location="")
         with self.engine.recorder.transaction():
@@ -173,6 +181,8 @@ class _Life:
         acceptance = self.engine.acceptance
         digest = xxhash.xxh3_128_digest(frame)
         group = Incoming(id=entry.id, digest=digest, size=len(frame), tickets=[None], frame=frame)
+        if entry.id in self._awaited:
+            group.advantage, group.filters = self._awaited[entry.id].advantage, self._awaited[entry.id].filters
         outcomes = [acceptance.offer(group, entry.run)]
         if outcomes[0] is True:
             self._intake.take([group])
@@ -200,7 +210,26 @@ class _Life:
         # sample that fits has a key and is not put again.
         if isinstance(record, Report) or (isinstance(record, Shorten) and not record.key):
             return
+        if isinstance(record, AwaitColumns):  # a put decides it again
+            self._awaited |= record.groups
+            return
+        if isinstance(record, (AttachColumn, AdmitGroup)):
+            self._decide_late(record)
+            return
+        if isinstance(record, HandOut) and record.kind == COLUMN:  # who scored a group decides nothing
+            return
         self.engine.recorder.decide(self._of_today(record))
+
+    def _decide_late(self, record: AttachColumn | AdmitGroup) -> None:
+        """Attach the recorded values. What follows from them is computed again, for groups that have a frame."""
+        engine, was = self.engine, record.group
+        op = engine.state.by_id.get(self._recorded.groups[was].id, 0)
+        if op not in engine.state.late.waiting:
+            return  # it did not wait here: the steps differ, and are compared
+        if isinstance(record, AdmitGroup) and was not in self._without:
+            engine.late.settle([op], overdue=record.overdue)
+        else:
+            engine.recorder.decide(msgspec.structs.replace(record, group=op))
 
     def _of_today(self, record: Record) -> Record:
         """Return the same decision with the ops that its groups have here."""

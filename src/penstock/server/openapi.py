@@ -38,7 +38,8 @@ class State(msgspec.Struct, kw_only=True):
     """What became of a group."""
 
     state: str
-    """held, scheduled, delivered, committed, dropped, quarantined or evaluation; unknown if it was not accepted."""
+    """waiting, held, scheduled, delivered, committed, dropped, quarantined or evaluation; unknown if it was not
+    accepted."""
     reason: str
     """Why it was dropped or quarantined."""
 

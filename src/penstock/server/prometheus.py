@@ -40,7 +40,7 @@ _TOTALS = {
     "train/priority_updates", "train/priority_updates_stale",
 }  # fmt: skip
 """The table's metrics that only grow while the plane runs."""
-_STATES = ("held", "scheduled", "delivered", "committed", "quarantined", "evaluation")
+_STATES = ("held", "scheduled", "delivered", "committed", "quarantined", "evaluation", "waiting")
 _PHASES = ("forming", "rejoining", "running", "failed")
 _ASK_S = 2.0
 _DURATION = "penstock_plane_duration_seconds"

@@ -20,7 +20,7 @@ from penstock.errors import CorruptFile, PenstockError, UnknownKey
 from penstock.frames import decode
 from penstock.log import State, is_run, reading
 from penstock.packing import pack
-from penstock.runs import EvaluationGroup, evaluations_of, read_run, read_stored, unused_groups
+from penstock.runs import EvaluationGroup, evaluations_of, read_run, read_stored, stored_samples, unused_groups
 from penstock.view.batch_records import BatchCopy
 from penstock.view.folders import Done
 from penstock.view.jsonl import encode_line
@@ -182,7 +182,7 @@ def records_of(folder: Path, group: str) -> list[Record]:
     if plane is None or not found or not found[0].location:
         raise UnknownKey(f"group {group[:80]!r}: its frame is not stored, only its row in the log")
     try:
-        samples = decode(read_stored(plane, found[0].location))
+        samples = stored_samples(plane, found[0].id, found[0].location)
     except PenstockError as error:
         raise UnknownKey(f"group {group[:80]!r}: its frame was freed: {error}") from None
     return [record_of(sample, step=0, index=i) for i, sample in enumerate(samples)]

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import CorruptFile, PenstockError, UnknownKey
-from penstock.frames import decode
 from penstock.log import GroupRow, reading
-from penstock.runs import LoggedStep, logged_steps, read_stored
+from penstock.runs import LoggedStep, logged_steps, stored_samples
 from penstock.view.jsonl import encode_line
 from penstock.view.plane_groups import FrameStep, logger, plane_of, record_of
 from penstock.view.record import Record, Skipped
@@ -51,7 +50,7 @@ class PlaneStep(FrameStep):
         ranks = self._ranks()
         for group, first in zip(groups, firsts, strict=False):
             try:
-                samples = decode(read_stored(self.path, group.location)) if group.location else None
+                samples = stored_samples(self.path, group.id, group.location) if group.location else None
             except PenstockError as error:
                 skipped.add(group.id, error)
                 continue
@@ -77,7 +76,7 @@ class PlaneStep(FrameStep):
 
     def _line(self, group: GroupRow, index: int, at: tuple[int, int]) -> bytes:
         try:
-            samples = decode(read_stored(self.path, group.location))
+            samples = stored_samples(self.path, group.id, group.location)
         except PenstockError as error:
             raise UnknownKey(f"group {group.id!r}: its frame was freed: {error}") from None
         record = record_of(samples[index], step=self.number, index=at[1], rank=at[0], version=self._version)

@@ -16,11 +16,10 @@ import numpy as np
 
 from penstock.arrays import TOKEN_COLUMNS, Cells, ImageSpan, Ragged, Sample
 from penstock.errors import InvalidInput, PenstockError
-from penstock.frames import decode
 from penstock.integrations.formats.file_or_stream import Place
 from penstock.integrations.formats.lost import Lost
 from penstock.log import is_run
-from penstock.runs import kept_groups, read_stored
+from penstock.runs import kept_groups, stored_samples
 from penstock.view import OF_SAMPLE, TABLE, Record, Skipped, read_file
 
 _OF_BATCH = {column.name: column.attribute for column in TABLE if column.source == "batch"}
@@ -42,7 +41,7 @@ def read_run_groups(place: Place, lost: Lost) -> Iterator[Sample]:
         raise InvalidInput(f"{place.name}: not a run; give the folder that a plane was opened on")
     for group, location in kept_groups(folder):
         try:
-            samples = decode(read_stored(folder, location))
+            samples = stored_samples(folder, group, location)
         except PenstockError as error:
             # Either the frame is damaged, or a running plane has freed it since it was listed. Ask the log again.
             if (group, location) in kept_groups(folder):

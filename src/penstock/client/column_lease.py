@@ -1,0 +1,232 @@
+"""Leases of groups that lack a column: what a scoring worker gets, and how it attaches its values.
+
+The worker reads the samples from storage if it sees it, as ranks do, or gets them from the plane. Every sample is
+verified against its digest before it is scored.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from penstock.arrays import Sample, Samples, sample_digests
+from penstock.client.conversations import Call, Conversation, Pause
+from penstock.client.direct import reachable
+from penstock.client.late_columns import AttachResult, attach
+from penstock.client.producer_connection import ProducerConnection, error_of
+from penstock.errors import CorruptFrame, InvalidInput, StorageError, UnknownKey
+from penstock.frames import ANY_SIZE, decode
+from penstock.protocol import MAX_NAME, Attached, ColumnsLeased, Frames, LeaseColumns, Rejected, StepPicks
+
+if TYPE_CHECKING:
+    from penstock.storage import KeptStorage
+
+logger = logging.getLogger("penstock.client")
+Run: TypeAlias = Callable[[Conversation[Any]], Any]
+ARun: TypeAlias = Callable[[Conversation[Any]], Coroutine[Any, Any, Any]]
+_AGAIN_S = 1.0
+"""Pause after a group could not be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRequest:
+    """What a scoring worker asks for."""
+
+    column: str
+    groups: int
+    tokenizer: Any
+    lease_s: float
+    timeout: float | None
+
+
+class ColumnLease:
+    """Groups that lack a column, leased to this process. Renewed until the values are attached or the lease is
+    dropped."""
+
+    def __init__(
+        self, connection: ProducerConnection, asked: LeaseRequest, leased: ColumnsLeased, samples: Sequence[Sample]
+    ) -> None:
+        self.column = asked.column
+        self.samples = list(samples)
+        """The samples that lack the column: `id`, `group`, `prompt`, `env`, `token_ids`, `loss_mask`, `rollout`."""
+        self.cancelled = ""
+        """Why the values of some of its groups are no longer wanted: somebody was faster, or the group was dropped."""
+        self._connection, self._asked, self._numbers = connection, asked, leased.leases
+        self._open = {sample.id: sample for sample in self.samples}
+        now, mine = time.monotonic(), weakref.ref(self)
+        for number in leased.leases:
+            connection.renewals.hold(number, asked.lease_s, now, partial(_cancel, mine))
+        self._finalize = weakref.finalize(self, _abandon, connection, leased.leases)
+        self._finalize.atexit = False  # the connection's end returns them
+
+    @property
+    def groups(self) -> dict[str, list[Sample]]:
+        """The samples by group."""
+        found: dict[str, list[Sample]] = {}
+        for sample in self.samples:
+            found.setdefault(sample.group, []).append(sample)
+        return found
+
+    def text(self, sample: Sample, *, trained: bool = False) -> str:
+        """Return the text of a sample's tokens, or only of those that the model sampled (`trained`)."""
+        if self._asked.tokenizer is None:
+            raise InvalidInput("text: no tokenizer; give one: plane.lacking(..., tokenizer=tokenizer)")
+        ids = sample.token_ids[sample.loss_mask] if trained else sample.token_ids
+        return str(self._asked.tokenizer.decode(ids.tolist()))
+
+    def attach(self, values: Mapping[str, float], *, errors: Mapping[str, str] | None = None) -> AttachResult:
+        """Attach values by sample id. Durable when this returns. A sample in `errors` could not be scored.
+
+        Raises `Conflict`, and attaches nothing, if a sample has another value already."""
+        from penstock.client.conversations import run
+
+        self._connection.check_open()
+        return run(self._attach(values, errors or {}))
+
+    async def aattach(self, values: Mapping[str, float], *, errors: Mapping[str, str] | None = None) -> AttachResult:
+        """`attach` for asyncio."""
+        from penstock.client.conversations import arun
+
+        self._connection.check_open()
+        return await arun(self._attach(values, errors or {}), _at_once)
+
+    def _attach(self, values: Mapping[str, float], errors: Mapping[str, str]) -> Conversation[AttachResult]:
+        result = yield from attach(self._connection, self.column, self._by_group(values), self._by_group(errors))
+        for name in (*values, *errors):
+            self._open.pop(name, None)
+        if not self._open:
+            self._finalize.detach()
+            for number in self._numbers:
+                self._connection.renewals.release(number)
+        return result
+
+    def _by_group(self, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        known = {sample.id: sample.group for sample in self.samples}
+        found: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            if name not in known:
+                raise UnknownKey(f"attach {self.column}: sample {name!r:.80}: not in this lease; nothing was attached")
+            found.setdefault(known[name], {})[name] = value
+        return found
+
+    def give_back(self, reason: str = "") -> None:
+        """Return what is not attached, so that another worker gets it at once."""
+        if self._finalize.detach() is not None:
+            _abandon(self._connection, self._numbers, reason)
+
+    def __repr__(self) -> str:
+        return f"ColumnLease({self.column!r}, {len(self.samples)} samples of {len(self.groups)} groups)"
+
+
+async def _at_once(act: Callable[[], Any]) -> Any:
+    return act()
+
+
+def _cancel(lease: weakref.ref[ColumnLease], reason: str) -> None:
+    found = lease()
+    if found is not None:
+        found.cancelled = found.cancelled or reason
+
+
+def _abandon(connection: ProducerConnection, numbers: Sequence[int], reason: str = "") -> None:
+    for number in numbers:
+        connection.renewals.abandon(number, reason)
+
+
+# ------------------------------------------------------------------ asking
+
+
+class _Worker:
+    """Asks for groups, and reads their samples."""
+
+    def __init__(self, connection: ProducerConnection, asked: LeaseRequest) -> None:
+        self._connection, self._asked = connection, asked
+        self._storage: KeptStorage | None = None
+        self._name = f"{platform.node()}:{os.getpid()}"[:MAX_NAME]
+
+    def reach(self, attached: Attached) -> None:
+        """Find out whether this process reads storage itself."""
+        self._storage = reachable(attached)
+
+    def next(self) -> Conversation[ColumnLease | None]:
+        """Return the next lease, or None after `timeout` seconds without one."""
+        until = None if self._asked.timeout is None else time.monotonic() + self._asked.timeout
+        while True:
+            answer = yield from self._connection.ask(self._question)
+            if isinstance(answer, Rejected):
+                error = error_of(answer)
+                if not isinstance(error, CorruptFrame | StorageError):
+                    raise error
+                yield from self._failed(error)
+                continue
+            assert isinstance(answer, ColumnsLeased)
+            if answer.leases:
+                try:
+                    samples = yield Call(partial(self._read, answer, self._connection.payload(answer.ticket)))
+                except (CorruptFrame, StorageError) as error:
+                    _abandon(self._connection, answer.leases, str(error)[:200])
+                    yield from self._failed(error)
+                    continue
+                return ColumnLease(self._connection, self._asked, answer, samples)
+            if until is not None and time.monotonic() >= until:
+                return None
+
+    def _failed(self, error: Exception) -> Conversation[None]:
+        logger.warning("lacking %s: %s; others may be able to read it", self._asked.column, error)
+        self._storage = None  # the plane may see what this process does not
+        yield Pause(_AGAIN_S)
+
+    def _question(self, ticket: int) -> LeaseColumns:
+        return LeaseColumns(
+            ticket=ticket,
+            column=self._asked.column,
+            groups=self._asked.groups,
+            worker=self._name,
+            lease_s=self._asked.lease_s,
+            direct=self._storage is not None,
+        )
+
+    def _read(self, answer: ColumnsLeased, frames: Frames) -> list[Sample]:
+        picks = StepPicks.from_bytes(answer.picks)
+        if any(len(frame) for frame in frames):
+            samples: Samples = decode(b"".join(frames), limits=ANY_SIZE)
+        elif self._storage is not None:
+            from penstock.client.storage_reader import StorageReader
+
+            samples = StorageReader(self._storage).samples(picks)
+        else:
+            raise CorruptFrame("samples to score: neither sent nor in reach")
+        if sample_digests(samples) != picks.digests:
+            raise CorruptFrame("samples to score: not the bytes that were put")
+        return list(samples)
+
+
+def lease_forever(
+    connection: ProducerConnection, asked: LeaseRequest, attached: Callable[[], Attached], run: Run
+) -> Iterator[ColumnLease]:
+    """Yield leases until none comes for `timeout` seconds."""
+    worker = _Worker(connection, asked)
+    worker.reach(attached())
+    while (lease := run(worker.next())) is not None:
+        yield lease
+        del lease  # dropped before the next one is asked for, unless the caller holds it
+
+
+async def alease_forever(
+    connection: ProducerConnection, asked: LeaseRequest, attached: Callable[[], Attached], arun: ARun
+) -> AsyncIterator[ColumnLease]:
+    """`lease_forever` for asyncio."""
+    import asyncio
+
+    worker = _Worker(connection, asked)
+    worker.reach(await asyncio.to_thread(attached))
+    while (lease := await arun(worker.next())) is not None:
+        yield lease
+        del lease

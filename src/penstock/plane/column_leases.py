@@ -1,0 +1,161 @@
+"""Leases groups that lack a column to scoring workers, with what they must read to score them.
+
+A worker that asks while no group lacks the column is answered when one does, or after a heartbeat without any, and asks
+again. Hand-outs are written with the other leases of the turn. A worker that cannot read storage gets the samples with
+the answer, gathered on a worker thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from typing import NamedTuple, TypeAlias
+
+from penstock.errors import InvalidInput, PenstockError, StorageError
+from penstock.frames import GroupMetadata
+from penstock.log import HandOut
+from penstock.plane.engine import Engine
+from penstock.plane.late_groups import COLUMN, key_of, read_key
+from penstock.plane.leases import MAX_LEASE_S, MIN_LEASE_S, Leases
+from penstock.plane.recorder import failure_text
+from penstock.plane.step_builder import pieces_of
+from penstock.plane.workers import Workers
+from penstock.protocol import (
+    MAX_NAME,
+    MAX_SCORED,
+    Admission,
+    ColumnsLeased,
+    Frames,
+    FromPlane,
+    LeaseColumns,
+    Peer,
+    PickedGroup,
+    Send,
+    StepPicks,
+)
+from penstock.storage import Pick, gather_picks
+
+Ticket: TypeAlias = tuple[Peer, int]
+_REMEMBERED = 1024
+"""Answers whose leases are remembered, for a worker whose answer was lost."""
+
+
+class _Wanted(NamedTuple):
+    message: LeaseColumns
+    until: float
+
+
+class ColumnLeases:
+    """Answers scoring workers. Runs on the loop's thread."""
+
+    def __init__(
+        self, engine: Engine, leases: Leases, workers: Workers, admission: Admission, send: Callable[[Send], None]
+    ) -> None:
+        self._engine, self._leases, self._workers = engine, leases, workers
+        self._admission, self._send = admission, send
+        self._hold_s = engine.settings.timeouts.heartbeat_s
+        """How long a worker waits for an answer without groups."""
+        self._waiting: dict[Ticket, _Wanted] = {}
+        """In the order in which they asked."""
+        self._granted: dict[Ticket, tuple[str, ...]] = {}
+
+    def _reply(self, ticket: Ticket, found: FromPlane | PenstockError, frames: Frames = ()) -> None:
+        if isinstance(found, PenstockError):
+            self._send(self._admission.answer(ticket, found))
+        else:
+            self._send(Send(ticket[0], found, frames))
+
+    def on_message(self, peer: Peer, message: LeaseColumns, now: float) -> None:
+        ticket = (peer, message.ticket)
+        try:
+            _check(message)
+        except InvalidInput as error:
+            self._reply(ticket, error)
+            return
+        if ticket in self._granted:  # the answer was lost, or is being made
+            self._hand_over(ticket, message, self._granted[ticket], None)
+        elif ticket not in self._waiting:
+            self._waiting[ticket] = _Wanted(message, now + self._hold_s)
+
+    def turn(self, now: float) -> None:
+        """Hand out groups to the workers that wait. Costs nothing while none waits. Call it before the leases' turn."""
+        if not self._waiting:
+            return
+        free = {column: list(ops) for column, ops in self._engine.state.late.free.items()}
+        for ticket, wanted in list(self._waiting.items()):
+            message = wanted.message
+            ops = free.get(message.column, [])
+            taken = list(islice(ops, message.groups))
+            if taken:
+                free[message.column] = ops[len(taken) :]
+                keys = tuple(key_of(op, message.column) for op in taken)
+                record = HandOut(kind=COLUMN, keys=keys, worker=message.worker, lease_s=message.lease_s)
+                self._leases.decide(record, partial(self._hand_over, ticket, message, keys))
+            elif now >= wanted.until:
+                self._reply(ticket, ColumnsLeased(ticket=message.ticket))
+            else:
+                continue
+            del self._waiting[ticket]
+
+    def _hand_over(
+        self, ticket: Ticket, message: LeaseColumns, keys: Sequence[str], error: PenstockError | None
+    ) -> None:
+        """Answer a worker, once its leases are in the log."""
+        if error is not None:
+            self._reply(ticket, error)
+            return
+        self._granted[ticket] = tuple(keys)
+        while len(self._granted) > _REMEMBERED:
+            del self._granted[next(iter(self._granted))]
+        state, numbers, picked = self._engine.state, [], []
+        for key in keys:
+            op, column = read_key(key)
+            number = state.leases.number_of(COLUMN, key)
+            if number is None or op not in state.late.waiting:
+                continue  # it got its values meanwhile
+            numbers.append(number)
+            picked.append(self._picked(op, state.late.waiting[op].lacks(column)))
+        answer = ColumnsLeased(
+            ticket=message.ticket, leases=tuple(numbers), picks=StepPicks(groups=tuple(picked)).to_bytes()
+        )
+        if message.direct or not picked:
+            self._reply(ticket, answer)
+            return
+        picks = [Pick(one.location, one.group, one.rows) for one in picked]
+        job = partial(_gathered, self._engine, picks)
+        self._workers.submit("score", job, partial(self._gathered, ticket, answer))
+
+    def _picked(self, op: int, rows: Sequence[int]) -> PickedGroup:
+        row, data = self._engine.state.rows[op], self._engine.log.metadata(op)
+        assert data is not None  # kept for as long as the group waits
+        metadata = GroupMetadata.from_bytes(data)
+        return PickedGroup(
+            group=row.id,
+            location=row.location,
+            rows=tuple(rows),
+            front=metadata.front,
+            digests=tuple(metadata.digests[i] for i in rows),
+        )
+
+    def _gathered(self, ticket: Ticket, answer: ColumnsLeased, result: Frames | Exception) -> None:
+        if isinstance(result, Exception):
+            error = result if isinstance(result, PenstockError) else StorageError(failure_text(result))
+            self._reply(ticket, error)
+        else:
+            self._reply(ticket, answer, result)
+
+
+def _gathered(engine: Engine, picks: Sequence[Pick]) -> Frames:
+    """Read samples from storage. Runs on a worker thread."""
+    (payload,) = gather_picks(engine.storage, [picks])
+    return pieces_of(payload)
+
+
+def _check(message: LeaseColumns) -> None:
+    if not 0 < message.groups <= MAX_SCORED:
+        raise InvalidInput(f"lacking: {message.groups} groups; lease 1 to {MAX_SCORED} at once")
+    if not MIN_LEASE_S <= message.lease_s <= MAX_LEASE_S:
+        raise InvalidInput(f"lease_s: {message.lease_s:g}; give {MIN_LEASE_S:g} to {MAX_LEASE_S:g} seconds")
+    if len(message.worker) > MAX_NAME:
+        raise InvalidInput(f"worker: {len(message.worker)} characters; give at most {MAX_NAME}")
