@@ -17,7 +17,7 @@ from tests.support.groups import named_group
 from tests.support.planes import OpenEngine
 
 
-def hand_out(*keys: str, kind: str = "column", lease_s: float = 10.0) -> HandOut:
+def hand_out(*keys: str, kind: str = "prompt", lease_s: float = 10.0) -> HandOut:
     return HandOut(kind=kind, keys=keys, worker="w", lease_s=lease_s)
 
 
@@ -47,9 +47,9 @@ def test_leases_are_numbered_and_survive_restarts_with_and_without_a_snapshot(
         assert again.state.leases.save() == before
         assert again.state.op == op
         assert [(lease.key, lease.version) for lease in before] == [("a", 0), ("c", 0), ("b", 0), ("d", 7)]
-        assert again.state.leases.number_of("column", "b") == before[2].number
+        assert again.state.leases.number_of("prompt", "b") == before[2].number
         again.recorder.decide_all([hand_out("e")])
-        assert again.state.leases.number_of("column", "e") == op + 1
+        assert again.state.leases.number_of("prompt", "e") == op + 1
 
 
 def test_a_lease_that_is_not_renewed_returns_and_one_that_is_stays(open_engine: OpenEngine) -> None:

@@ -170,7 +170,7 @@ def test_a_step_that_can_never_be_filled_is_an_error_and_not_a_wait(open_plane: 
         for i in range(50):
             plane.put(named_group(f"g{i}"), timeout=0)
     with pytest.raises(
-        StepAborted, match="can never be filled: the plane is full and the step waits for generation: .*; raise"
+        StepAborted, match=r"can never be filled: the plane is full and the step waits for generation: .*; raise"
     ):
         source.step(timeout=10)
     close([source])
