@@ -13,19 +13,20 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeAlias, TypeVar
 
 import msgspec
 
-from penstock.arrays import Own, Sample, check_count, own_of
+from penstock.arrays import Own, Sample, own_of
 from penstock.client.async_puts import AsyncPuts
 from penstock.client.conversations import Conversation, arun, run
 from penstock.client.deliveries import Deliveries, ManyPuts
 from penstock.client.direct import Direct
 from penstock.client.encoded_group import EncodedGroup, samples_of, tenant_of
+from penstock.client.feedback import FeedbackReader, ask_page, discard_message
 from penstock.client.group_builder import AsyncGroupBuilder, GroupBuilder, builder_fields
 from penstock.client.group_states import GroupState, checked_ids
 from penstock.client.handles import Handle, nowhere
@@ -44,6 +45,7 @@ from penstock.protocol import (
     Attach,
     Attached,
     Discard,
+    FeedbackEvent,
     FromClient,
     GroupStates,
     OpenSegment,
@@ -307,6 +309,30 @@ class Plane:
             found |= {name: GroupState(*state) for name, state in zip(some, answer.states, strict=True)}
         return found
 
+    # -------------------------------------------------------------- feedback
+
+    def feedback(self, after: str = "", *, follow: bool = False) -> Iterator[FeedbackEvent]:
+        """Yield what became of each group, oldest event first, from the event behind the cursor `after` on.
+
+        Ends at the newest event. With `follow` it waits for further ones as long as the plane lives. Every event is
+        durable and comes once, whoever is killed: keep `event.cursor` where you keep what you learned from the event,
+        and pass it as `after` when you start again.
+        """
+        reader = FeedbackReader(self._connection, after, follow)
+        while (events := self._run(reader.next_page())) is not None:
+            yield from events
+
+    async def afeedback(self, after: str = "", *, follow: bool = False) -> AsyncIterator[FeedbackEvent]:
+        """`feedback` for asyncio: `async for event in plane.afeedback(after=cursor, follow=True)`."""
+        reader = FeedbackReader(self._connection, after, follow)
+        while (events := await self._arun(reader.next_page())) is not None:
+            for event in events:
+                yield event
+
+    async def afeedback_page(self, after: str, most: int, wait_s: float) -> tuple[FeedbackEvent, ...]:
+        """Return up to `most` events behind a cursor. Waits up to `wait_s` seconds for the first."""
+        return (await self._arun(ask_page(self._connection, after, most, wait_s))).events
+
     def _open_segment(self) -> str:
         answer = self._call(lambda ticket: OpenSegment(ticket=ticket))
         if isinstance(answer, Rejected):
@@ -334,15 +360,43 @@ class Plane:
         """Groups put here that were dropped at once, because they were too old for `max_staleness`."""
         return self.counts.stale
 
-    def discard(self, reason: str, samples: int, *, key: str = "") -> None:
-        """Count samples that were filtered out before they became a group. A key is counted once."""
-        count = check_count(samples, f"discard of {reason!r}")
-        self._decide(lambda ticket: Discard(ticket=ticket, reason=reason, samples=count, key=key))
+    def discard(
+        self,
+        reason: str,
+        samples: int,
+        *,
+        key: str = "",
+        group: str = "",
+        prompt: str = "",
+        env: str = "",
+        tenant: str = "",
+        rewards: Iterable[float | None] = (),
+        lengths: Iterable[int] = (),
+    ) -> None:
+        """Count samples that were filtered out before they became a group. A key is counted once.
 
-    async def adiscard(self, reason: str, samples: int, *, key: str = "") -> None:
+        The other arguments are for `feedback`: which group and prompt they belonged to, and the reward and the tokens
+        of each sample. Of more than 256 samples the first are kept.
+        """
+        message = discard_message(reason, samples, key, group, prompt, env, tenant, rewards, lengths)
+        self._decide(lambda ticket: msgspec.structs.replace(message, ticket=ticket))
+
+    async def adiscard(
+        self,
+        reason: str,
+        samples: int,
+        *,
+        key: str = "",
+        group: str = "",
+        prompt: str = "",
+        env: str = "",
+        tenant: str = "",
+        rewards: Iterable[float | None] = (),
+        lengths: Iterable[int] = (),
+    ) -> None:
         """`discard` for asyncio."""
         self._raise_ended()
-        message = Discard(ticket=0, reason=reason, samples=check_count(samples, f"discard of {reason!r}"), key=key)
+        message = discard_message(reason, samples, key, group, prompt, env, tenant, rewards, lengths)
         check_decision(message)
         answer = await self._arun(self._connection.ask(lambda ticket: msgspec.structs.replace(message, ticket=ticket)))
         if isinstance(answer, Rejected):

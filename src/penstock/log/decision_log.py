@@ -25,6 +25,7 @@ from penstock.errors import Fenced
 from penstock.log.decision_records import Record, pack_record
 from penstock.log.log_reader import LogReader
 from penstock.log.log_rows import GROUP_COLUMNS, NO_KINDS, GroupRow, SegmentRow, State, group_values
+from penstock.log.outcomes import GroupOutcome, Summary, pack_outcome
 from penstock.log.volume import Disk
 
 FORMAT = 5
@@ -121,6 +122,14 @@ class Log(LogReader):
         self._insert("groups", GROUP_COLUMNS, [group_values(replace(row, at=at)) for row, _ in rows])
         # The table and its column are called `facts` in every log that exists: the name is part of the format.
         self._insert("facts", "op, facts", [(row.op, metadata) for row, metadata in rows])
+
+    def add_summaries(self, summaries: Sequence[tuple[int, Summary]]) -> None:
+        """Keep what events show of groups, by op."""
+        self._insert("summaries", "op, data", [(op, pack_outcome(summary)) for op, summary in summaries])
+
+    def add_outcomes(self, rows: Sequence[tuple[int, GroupOutcome]]) -> None:
+        """Append outcomes, each with the number of its last event."""
+        self._insert("outcomes", "number, data", [(number, pack_outcome(row)) for number, row in rows])
 
     def add_record(self, op: int, record: Record) -> None:
         self._insert("records", "op, data", [(op, pack_record(record))])

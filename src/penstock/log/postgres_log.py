@@ -202,6 +202,8 @@ class PostgresLog(Log):
         assert row is not None
         for statement in self._migrations(row[0]):
             connection.execute(statement.encode(), prepare=False)
+        if missing := create_tables(table_names(connection, self._schema)):
+            connection.execute(missing, prepare=False)
         if row[0] != FORMAT:
             connection.execute("UPDATE run SET format = %s", (FORMAT,))
             logger.warning("%s: format %d becomes %d", self.where, row[0], FORMAT)

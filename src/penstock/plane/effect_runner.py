@@ -14,6 +14,7 @@ from penstock.errors import CallerError, CorruptFrame, DiskFull, InvalidInput, P
 from penstock.log import Log, is_gone
 from penstock.plane.damage import Damage
 from penstock.plane.engine import Engine
+from penstock.plane.outcomes import discarded
 from penstock.plane.pipeline import Pipeline
 from penstock.plane.recorder import ends_plane, failure_text
 from penstock.plane.remembered import left_name, members_left
@@ -212,7 +213,8 @@ def decide(engine: Engine, run_logger: RunLogger, message: Discard | SettleGroup
         check_decision(message)
         if isinstance(message, Discard):
             reason = run_logger.discarded(message.reason, engine)
-            engine.discard(reason, check_count(message.samples, f"discard of {reason!r}"), message.key)
+            count = check_count(message.samples, f"discard of {reason!r}")
+            engine.discard(reason, count, message.key, discarded(message))
         elif isinstance(message, SettleGroup):
             engine.settle(message.group, drop=message.drop)
         elif message.weight:

@@ -35,6 +35,7 @@ from penstock.log import (
     DropGroup,
     EvictTenant,
     ForgetReports,
+    GroupOutcome,
     GroupRow,
     Log,
     Prioritize,
@@ -42,6 +43,7 @@ from penstock.log import (
     Record,
     ReleaseGroup,
     State,
+    Unlisted,
     Weigh,
 )
 from penstock.plane.acceptance import Acceptance
@@ -58,6 +60,8 @@ from penstock.plane.tenant_tables import TenantTables
 from penstock.storage import Custody, DamagedFrame, ObjectStorage, Storage, Writer, check_log, prove_signing
 
 logger = logging.getLogger("penstock.plane")
+MANY_FILTERED = 16
+"""Groups filtered in a row before ranks that wait, and `penstock top`, name the filter."""
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
 """Bounds of a tenant's weight, so that sums and quotients of weights stay finite."""
 
@@ -172,11 +176,14 @@ class Engine:
 
     # -------------------------------------------------------------- samples that were never put
 
-    def discard(self, reason: str, samples: int, key: str = "") -> None:
+    def discard(self, reason: str, samples: int, key: str = "", about: Unlisted | None = None) -> None:
         """Count samples that were filtered out before they were put. A `key` is counted once."""
         if key and self.log.is_discarded(key):
             return
-        self.recorder.decide(Discard(reason=reason, samples=samples, key=key))
+        about = about or Unlisted(samples=samples)
+        event = GroupOutcome(outcome="filtered", reason=reason, unlisted=(about,))
+        self.recorder.decide(Discard(reason=reason, samples=samples, key=key), event)
+        self.acceptance.filtered_in_a_row[reason] += 1
 
     # -------------------------------------------------------------- runs
 
@@ -315,6 +322,10 @@ class Engine:
                 f"the last {stale} groups that arrived were dropped as stale (max_staleness "
                 f"{self.settings.replay.max_staleness}, policy version {self.policy_version})"
             )
+        filtered = self.acceptance.filtered_in_a_row
+        if filtered.total() >= MANY_FILTERED:
+            reasons = ", ".join(reason for reason, _ in filtered.most_common(3))
+            why.append(f"the last {filtered.total():,} groups were filtered: {reasons}")
         if self.state.quarantined:
             why.append(f"{len(self.state.quarantined)} groups are in quarantine")
         return "; ".join([f"generation: {held} of {target}", *why])

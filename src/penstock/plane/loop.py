@@ -32,6 +32,7 @@ from penstock.plane.acceptance import Outcome
 from penstock.plane.damage import Damage, Look, look_at_frame
 from penstock.plane.effect_runner import EffectRunner, admission_of, coordinator_of, decide, sign_of_life
 from penstock.plane.engine import Engine
+from penstock.plane.feedback import FeedbackReaders
 from penstock.plane.opening import storage_of
 from penstock.plane.pipeline import AlteredOnTheWay, Pipeline, pipeline_of
 from penstock.plane.recorder import ends_plane, failure_text, run_at_once
@@ -45,6 +46,7 @@ from penstock.protocol import (
     MAX_NAME,
     Accepted,
     Ask,
+    AskFeedback,
     AskGroups,
     AskRoom,
     Attach,
@@ -139,6 +141,7 @@ class PlaneLoop:
         self._effects = EffectRunner(
             self.engine, self.coordinator, self._pipeline, self.run_logger, self._send, self.damage
         )
+        self._readers = FeedbackReaders(self.engine)
         self._signing = UrlSigning(self.engine, self._workers, self.admission, self._effects.do)
         self._retry_at = self._look_at = 0.0
         self._now = self._started = time.monotonic()
@@ -235,6 +238,8 @@ class PlaneLoop:
         self._effects.carry_out(self.damage.turn())
         self._effects.carry_out(self.coordinator.on_tick(now))
         self._admit(self.admission.offer_room(now))
+        for answer in self._readers.turn(now):
+            self._effects.do(answer)
         self._send_answers()
         self.run_logger.look()
         self._on_turn()
@@ -303,6 +308,8 @@ class PlaneLoop:
             self._effects.do(self.admission.on_foreign(peer, run_id))
         elif isinstance(message, AskGroups):
             self._effects.do(self._states(peer, message))
+        elif isinstance(message, AskFeedback):
+            self._on_reader(peer, message, now)
         elif isinstance(message, Ask):
             self._send(peer, Status(ticket=message.ticket, text=msgspec.json.encode(self.status())))
         elif isinstance(message, (Put, OpenSegment, SignUrls, Trace, AskRoom, GiveUp, Discard, SettleGroup, SetWeight)):
@@ -327,6 +334,14 @@ class PlaneLoop:
             return self.admission.answer((peer, message.ticket), error)
         states = self.engine.acceptance.states_of(message.groups)
         return Send(peer, GroupStates(ticket=message.ticket, states=tuple(states)))
+
+    def _on_reader(self, peer: Peer, message: AskFeedback, now: float) -> None:
+        try:
+            answer = self._readers.ask(peer, message, now)
+        except InvalidInput as error:
+            answer = self.admission.answer((peer, message.ticket), error)
+        if answer is not None:
+            self._effects.do(answer)
 
     def _decide(self, effect: Decide) -> Send:
         if not isinstance(effect.message, OpenSegment):

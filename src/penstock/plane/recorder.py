@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from penstock.errors import ConfigError, CorruptFile, DiskFull, Fenced, PenstockError, StorageError, WaitTimeout
 from penstock.frames import EvalMetadata
-from penstock.log import Discard, GroupRow, Log, Record, Shorten, State
+from penstock.log import Discard, GroupOutcome, GroupRow, Log, Record, Shorten, State
 from penstock.plane.evaluations import Evaluations
 from penstock.plane.manifest import read_manifest
 from penstock.plane.remembered import keeps_all
@@ -68,13 +68,15 @@ class Recorder:
         found = self.log.snapshot()
         self.saved_op = 0 if found is None else found[0]
 
-    def decide(self, record: Record) -> None:
-        """Record a decision, then apply it."""
+    def decide(self, record: Record, event: GroupOutcome | None = None) -> None:
+        """Record a decision, with the event that it is, then apply it."""
         op = self.state.op + 1
         with self.transaction():
             self.log.add_record(op, record)
             if isinstance(record, (Discard, Shorten)) and record.key:
                 self.log.add_discard(record.key)
+            if event is not None:
+                self.state.outcomes.say(event)
         self.state.redo(op, record)
 
     @contextmanager
@@ -83,11 +85,15 @@ class Recorder:
 
         In this order: the log forgets frames, the transaction is durable, storage deletes them. A crash in between
         leaves bytes that the log still lists as free; the other order could delete what the log still needs."""
-        with self.log.transaction():
-            yield
-            self.state.write(self.log)
-            freed = self.state.freeing.locations
-            self.segments.write(freed)
+        try:
+            with self.log.transaction():
+                yield
+                self.state.write(self.log)
+                freed = self.state.freeing.locations
+                self.segments.write(freed)
+        except BaseException:
+            self.state.outcomes.undo()
+            raise
         self.state.written()
         self.segments.written(freed)
         self.state.freeing.done()
@@ -153,6 +159,7 @@ def rebuild(log: Log, replay: Replay, *, retain_steps: int, keeps_all: bool = Fa
     state.retire(log.meta("oldest_step", 1))
     # A run with retain="all" frees nothing. Do not read the list of its frames, which grows with the run.
     frames = set() if keeps_all else log.with_frames()
+    state.outcomes.load(log)
     state.keep_differences(rows.values(), {step: at for step, _, _, at in recorded}, frames)
     _free_left(state, log, frames)
     return state

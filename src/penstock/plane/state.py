@@ -51,6 +51,7 @@ from penstock.log import (
 from penstock.plane.evaluations import Evaluations
 from penstock.plane.ledger import Ledger
 from penstock.plane.manifest import Manifest, read_manifest
+from penstock.plane.outcomes import Outcomes
 from penstock.plane.priorities import Reports
 from penstock.plane.settings import Replay, Target
 from penstock.plane.snapshot import Saved
@@ -84,6 +85,7 @@ class PlaneState:
         """Column -> kind -> number of held groups. Groups of different kinds cannot be in one step."""
         self.evaluations = Evaluations()
         self.reports = Reports()
+        self.outcomes = Outcomes()
         self.quarantined: dict[int, GroupRow] = {}
         """Groups in quarantine, by op."""
         self.tenant_tables = TenantTables(replay, lambda key, reason: self._left.append((str(key), str(reason))))
@@ -326,6 +328,7 @@ class PlaneState:
                 changed.setdefault(to, []).append(op)
         for (state, reason), ops in changed.items():
             log.set_groups(ops, state, reason)
+        self.outcomes.write(log, self, changed)
         for step, state in self._unwritten_steps.items():
             log.set_steps(step, step, state)
         if self.freeing.ops:
@@ -335,6 +338,11 @@ class PlaneState:
             log.set_manifest(step, msgspec.msgpack.encode(slim))
         if self.freeing.ops or self._to_slim:
             log.set_meta("oldest_step", self.oldest_step)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a transaction would write events or states now."""
+        return len(self._unwritten) > len(self._drawn) or self.outcomes.told_step != max(self.next_step - 1, 0)
 
     def state_of(self, op: int, recorded: State, reason: str) -> tuple[State, str]:
         """Return the state of a group and why, given what the log has. The log may be behind by one transaction."""
@@ -348,6 +356,7 @@ class PlaneState:
         self._unwritten = {op: change for op, change in self._unwritten.items() if op in held_back}
         self._unwritten_steps, self._to_slim = {}, []
         self.slim.clear()
+        self.outcomes.written()
 
     def _settle(self) -> None:
         """Settle groups that left their table: with the last step that used them, or as dropped. Queued groups move

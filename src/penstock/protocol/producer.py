@@ -48,6 +48,7 @@ from penstock.protocol.messages import (
     Attach,
     Attached,
     Buffer,
+    Feedback,
     Foreign,
     FromClient,
     FromPlane,
@@ -68,7 +69,7 @@ from penstock.protocol.retry import Contact, Failed, Out, Pending
 from penstock.protocol.rooms import NOTHING, Amount
 from penstock.protocol.timeouts import Timeouts
 
-Answer: TypeAlias = Accepted | Rejected | Status | Attached | SegmentOpened | SignedUrls | GroupStates | Room
+Answer: TypeAlias = Accepted | Rejected | Status | Attached | SegmentOpened | SignedUrls | GroupStates | Room | Feedback
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +338,7 @@ class ProducerSession:
             return self._on_rejected(message, now)
         if isinstance(message, Attached) and message.ticket == 0:
             return self._on_attached(message, now)
-        if isinstance(message, (Accepted, Status, Attached, SegmentOpened, SignedUrls, GroupStates)):
+        if isinstance(message, (Accepted, Status, Attached, SegmentOpened, SignedUrls, GroupStates, Feedback)):
             question = self._close(message.ticket)
             return [Answered(message.ticket, message)] if question is not None else []
         return []
