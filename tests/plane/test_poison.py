@@ -30,6 +30,7 @@ from penstock.plane.workers import Inline, Workers
 from penstock.protocol.message_header import pack_message
 from penstock.protocol.messages import (
     Ask,
+    AskFeedback,
     AskGroups,
     AskRoom,
     Attach,
@@ -259,6 +260,7 @@ HONEST: dict[type[Any], Any] = {
         SetWeight(ticket=1, tenant="", weight=1.0),
         Ask(ticket=1),
         AskGroups(ticket=1, groups=("a",)),
+        AskFeedback(ticket=1),
     )
 }
 

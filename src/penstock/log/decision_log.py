@@ -124,8 +124,9 @@ class Log(LogReader):
         self._insert("facts", "op, facts", [(row.op, metadata) for row, metadata in rows])
 
     def add_summaries(self, summaries: Sequence[tuple[int, Summary]]) -> None:
-        """Keep what events show of groups, by op."""
-        self._insert("summaries", "op, data", [(op, pack_outcome(summary)) for op, summary in summaries])
+        """Keep what events show of groups, by op. A recovery may write a group again."""
+        rows = [(op, pack_outcome(summary)) for op, summary in summaries]
+        self._insert("summaries", "op, data", rows, known="ON CONFLICT (op) DO UPDATE SET data = excluded.data")
 
     def add_outcomes(self, rows: Sequence[tuple[int, GroupOutcome]]) -> None:
         """Append outcomes, each with the number of its last event."""
