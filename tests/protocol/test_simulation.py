@@ -29,8 +29,8 @@ FIRST, PLAIN_SEEDS, REAL_SEEDS, PARTS = 60, 800, 64, 8
 class RealIntake(Intake):
     """Makes real samples of a group's name."""
 
-    def run_of(self, frame: Buffer) -> str:
-        return super().run_of(_frame(frame))
+    def names_of(self, frame: Buffer) -> tuple[str, str]:
+        return super().names_of(_frame(frame))
 
     def take(self, batch: Sequence[Incoming]) -> None:
         for group in batch:

@@ -25,7 +25,7 @@ from penstock.client.async_puts import AsyncPuts
 from penstock.client.conversations import Conversation, arun, run
 from penstock.client.deliveries import Deliveries, ManyPuts
 from penstock.client.direct import Direct
-from penstock.client.encoded_group import EncodedGroup, samples_of, tenant_of
+from penstock.client.encoded_group import EncodedGroup, samples_of, waits_with
 from penstock.client.feedback import FeedbackReader, ask_page, discard_message
 from penstock.client.group_builder import AsyncGroupBuilder, GroupBuilder, builder_fields
 from penstock.client.group_states import GroupState, checked_ids
@@ -218,9 +218,9 @@ class Plane:
         leaves nothing waiting at the plane. Its group may or may not have arrived: putting it again tells. As with
         `put`, do not change large arrays before this returns.
         """
-        samples = samples_of(group)
+        samples_of(group)  # raises for what is no group
         encode = partial(self._encode, group, evaluation, priority)
-        return await self._aput(samples[0].run if samples else "", encode, timeout, evaluation=evaluation)
+        return await self._aput(group, encode, timeout, evaluation=evaluation)
 
     async def aput_many(
         self,
@@ -231,6 +231,7 @@ class Plane:
         timeout: float | None = None,
     ) -> list[bool]:
         """`put_many` for asyncio. Shares the 64 places of `aput`: it takes those that are free, at least one."""
+        await self._alearn_tables()
         many = self._many(groups, evaluation, priority)
         return await self._arun(many.deliver(self._deliveries, self._async, timeout, evaluation=evaluation))
 
@@ -245,13 +246,22 @@ class Plane:
     ) -> bool:
         """`aput` for a group that is already encoded."""
         encoded = EncodedGroup.of_frame(group, frame, evaluation=evaluation, priority=priority)
-        return await self._aput(encoded.run(), lambda: encoded, timeout, evaluation=evaluation)
+        return await self._aput(encoded, lambda: encoded, timeout, evaluation=evaluation)
+
+    async def _alearn_tables(self) -> None:
+        """Learn whether groups wait by environment, so that those of one do not take the places of the others."""
+        if not self._connection.session.is_attached:
+            await self._arun(
+                self._connection.ask(lambda ticket: Attach(ticket=ticket, run=self._connection.session.run))
+            )
 
     async def _aput(
-        self, run: str, encode: Callable[[], EncodedGroup], timeout: float | None, *, evaluation: bool
+        self, group: object, encode: Callable[[], EncodedGroup], timeout: float | None, *, evaluation: bool
     ) -> bool:
         """Hold one of a tenant's places while a group is encoded and put."""
         began = time.monotonic()
+        await self._alearn_tables()
+        run = waits_with(group, by_env=self._connection.session.by_env)
         places = await self._async.places(run, timeout, evaluation=evaluation, most=1).suspend()
         try:
             left = None if timeout is None else max(timeout - (time.monotonic() - began), 0.0)
@@ -269,7 +279,9 @@ class Plane:
     def _many(
         self, groups: Iterable[Group | Sequence[Sample] | EncodedGroup], evaluation: bool, priority: float
     ) -> ManyPuts[Group | Sequence[Sample] | EncodedGroup]:
-        return ManyPuts(groups, lambda group: self._encode(group, evaluation, priority), tenant_of)
+        session = self._connection.session
+        where = partial(waits_with, by_env=session.by_env)
+        return ManyPuts(groups, lambda group: self._encode(group, evaluation, priority), where)
 
     async def acompute(self, act: Callable[[], T]) -> T:
         """Run a function on one of the two threads that encode groups, and return its result."""

@@ -180,7 +180,8 @@ class Acceptance:
             known = self._recognise(group)
             if known is not None:
                 return known
-            group.table = self._recorder.tenant_tables.table_for(run)
+            if not (group.is_evaluation and self._settings.env_weights):  # evaluation needs no weight
+                group.table = self._recorder.tenant_tables.table_for(run)
             if group.is_evaluation:
                 self._check_evaluation_room(group.id, group.size)
             else:
@@ -371,9 +372,15 @@ class Acceptance:
     def _late_refusal(self, group: Incoming) -> list[Outcome]:
         """Reject a stored group whose run may not put: the run was evicted meanwhile, or the frame names another
         run."""
-        assert group.metadata is not None
+        metadata, tables = group.metadata, self._recorder.tenant_tables
+        assert metadata is not None
+        if group.is_evaluation and self._settings.env_weights:
+            return []
         try:
-            table = self._recorder.tenant_tables.table_for(group.metadata.run)
+            if self._settings.env_weights and len(metadata.env) > 1:
+                envs = ", ".join(map(repr, sorted(set(metadata.env))[:5]))
+                raise InvalidInput(f"group {group.id!r}: samples of environments {envs}; with env_weights it has one")
+            table = tables.table_for(tables.key_of(metadata.run, metadata.env[0]))
             if not group.is_evaluation:
                 self._arrivals.move(group, table)
         except PenstockError as error:

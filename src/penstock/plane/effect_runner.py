@@ -203,6 +203,7 @@ def admission_of(
         max_frame=settings.max_message_bytes,
         drops_long=settings.over_length == "drop",
         signs=settings.direct and settings.sign_puts_s is not None,
+        by_env=bool(settings.env_weights),
     )
 
 
@@ -218,8 +219,10 @@ def decide(engine: Engine, run_logger: RunLogger, message: Discard | SettleGroup
         elif isinstance(message, SettleGroup):
             engine.settle(message.group, drop=message.drop)
         elif message.weight:
+            _check_tenants(engine, message.tenant)
             engine.share(message.tenant, message.weight)
         else:
+            _check_tenants(engine, message.tenant)
             engine.evict(message.tenant, message.reason[:200])
     except PenstockError as refused:
         return refused
@@ -232,3 +235,11 @@ def decide(engine: Engine, run_logger: RunLogger, message: Discard | SettleGroup
         engine.recorder.rebuild()
         return InvalidInput(f"{type(message).__name__}: {failure_text(error)}; the plane could not decide it")
     return None
+
+
+def _check_tenants(engine: Engine, tenant: str) -> None:
+    if envs := engine.settings.env_weights:
+        raise InvalidInput(
+            f"share of {tenant!r}: this plane shares its steps among environments, by env_weights {envs}; change that "
+            "setting and start it again"
+        )

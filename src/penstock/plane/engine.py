@@ -117,12 +117,17 @@ class Engine:
     def _apply_shares(self) -> None:
         """Apply `shares` of the settings if they changed since the last start. Shares set at run time stay
         otherwise."""
-        wanted = msgspec.json.encode(dict(sorted(self.settings.shares.items()))).decode()
+        envs = self.settings.env_weights
+        wanted = msgspec.json.encode(dict(sorted((self.settings.shares or envs).items()))).decode()
         if wanted == self.log.text("shares"):
             return
         for tenant, weight in self.settings.shares.items():
             if tenant not in self.tenant_tables.evicted:
                 self.share(tenant, weight)
+        for env, weight in envs.items():
+            self.share(env, weight)
+        for env in sorted(self.tenant_tables.members - envs.keys()) if envs else ():
+            self.evict(env, "no longer in env_weights")
         with self.log.transaction():
             self.log.set_meta("shares", wanted)
 
@@ -315,7 +320,9 @@ class Engine:
         """Return what the next step waits for."""
         target, held = self.settings.target, self.state.held(self.settings.target)
         why = [f"tenant {name!r} is at its share of max_held_bytes" for name in sorted(self.acceptance.full) if name]
-        if held >= target.amount:
+        lacking = self._lacking_envs()
+        why += lacking
+        if held >= target.amount and not lacking:
             why.append(f"{self.settings.replay.limiter} holds it back")
         if stale := self.acceptance.stale_in_a_row:
             why.append(
@@ -330,6 +337,16 @@ class Engine:
             why.append(f"{len(self.state.quarantined)} groups are in quarantine")
         return "; ".join([f"generation: {held} of {target}", *why])
 
+    def _lacking_envs(self) -> list[str]:
+        """Return the environments that the next step waits for, with what it has and needs of each."""
+        groups, tables = self.settings.target.groups, self.tenant_tables
+        if tables.env_unit is None:
+            return []
+        if groups is None:
+            return [f"environment {env!r}: none" for env in sorted(tables.members) if not len(tables.table(env))]
+        quotas = {env: (len(tables.table(env)), quota) for env, quota in tables.quotas(groups).items()}
+        return [f"environment {env!r}: {have} of {quota}" for env, (have, quota) in quotas.items() if have < quota]
+
     # -------------------------------------------------------------- quarantine
 
     def _quarantine(self, bad: Mapping[int, str]) -> None:
@@ -337,7 +354,7 @@ class Engine:
         tenants = {self.state.rows[op].run: reason for op, reason in bad.items()}
         self.recorder.decide(Quarantine(groups=dict(bad)))
         self.counts["groups_quarantined"] += len(bad)
-        for tenant in sorted(tenants.keys() & self.tenant_tables.members):
+        for tenant in sorted(tenants.keys() & self.tenant_tables.members) if not self.settings.env_weights else ():
             self._judge(tenant, tenants[tenant])
 
     def _judge(self, tenant: str, error: str) -> None:

@@ -20,7 +20,7 @@ from penstock.plane.evaluations import Evaluations
 from penstock.plane.manifest import read_manifest
 from penstock.plane.remembered import keeps_all
 from penstock.plane.segments import Segments
-from penstock.plane.settings import PlaneSettings, Replay
+from penstock.plane.settings import PlaneSettings, Replay, Unit
 from penstock.plane.snapshot import Saved
 from penstock.plane.state import PlaneState
 from penstock.plane.telemetry import COUNTS
@@ -63,6 +63,7 @@ class Recorder:
             settings.replay,
             retain_steps=settings.retain_steps,
             keeps_all=self.keeps_all,
+            env_unit=settings.env_unit,
         )
         self.state.free_evaluations(settings.retain_eval_bytes)
         found = self.log.snapshot()
@@ -127,15 +128,18 @@ def run_at_once(job: Job, then: Then) -> None:
         then(result)
 
 
-def rebuild(log: Log, replay: Replay, *, retain_steps: int, keeps_all: bool = False) -> PlaneState:
+def rebuild(
+    log: Log, replay: Replay, *, retain_steps: int, keeps_all: bool = False, env_unit: Unit | None = None
+) -> PlaneState:
     """Restore the last snapshot and apply the decisions recorded since, in order."""
-    state = PlaneState(replay, retain_steps=retain_steps, keeps_all=keeps_all)
+    empty = partial(PlaneState, replay, retain_steps=retain_steps, keeps_all=keeps_all, env_unit=env_unit)
+    state = empty()
     found = log.snapshot()
     saved = None if found is None else Saved.from_bytes(found[1], repr(replay))
     try:
         rows = {} if saved is None else state.load(saved, log)
     except CorruptFile:  # the snapshot is of another version: start from the beginning
-        state, rows = PlaneState(replay, retain_steps=retain_steps, keeps_all=keeps_all), {}
+        state, rows = empty(), {}
     since, recorded = state.op, list(log.steps(first=state.oldest_step))
     records = dict(log.records(after=since))
     steps = {op: (step, manifest, at) for step, op, manifest, at in recorded if op > since}

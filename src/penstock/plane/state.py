@@ -53,7 +53,7 @@ from penstock.plane.ledger import Ledger
 from penstock.plane.manifest import Manifest, read_manifest
 from penstock.plane.outcomes import Outcomes
 from penstock.plane.priorities import Reports
-from penstock.plane.settings import Replay, Target
+from penstock.plane.settings import Replay, Target, Unit
 from penstock.plane.snapshot import Saved
 from penstock.plane.tenant_tables import TenantTables
 from penstock.protocol import OVER_LENGTH
@@ -63,7 +63,9 @@ from penstock.replay import Key
 class PlaneState:
     """Groups, steps, replay tables and the ledger."""
 
-    def __init__(self, replay: Replay, *, retain_steps: int, keeps_all: bool = False) -> None:
+    def __init__(
+        self, replay: Replay, *, retain_steps: int, keeps_all: bool = False, env_unit: Unit | None = None
+    ) -> None:
         self.ledger = Ledger()
         self.policy_version = 0
         """The policy version that the trainer published last."""
@@ -88,7 +90,9 @@ class PlaneState:
         self.outcomes = Outcomes()
         self.quarantined: dict[int, GroupRow] = {}
         """Groups in quarantine, by op."""
-        self.tenant_tables = TenantTables(replay, lambda key, reason: self._left.append((str(key), str(reason))))
+        self.tenant_tables = TenantTables(
+            replay, lambda key, reason: self._left.append((str(key), str(reason))), env_unit
+        )
         self.rows: dict[int, GroupRow] = {}
         self.by_id: dict[str, int] = {}
         self.steps: dict[int, Manifest] = {}

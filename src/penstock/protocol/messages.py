@@ -302,6 +302,8 @@ class Attached(_Message, frozen=True, tag="attached"):
     """Bytes of the largest frame the plane takes. A larger one ends the connection. 0 if unknown."""
     signs: bool = False
     """Whether a client that writes frames itself asks the plane for signed URLs, and needs no credentials."""
+    by_env: bool = False
+    """Whether groups wait by their environment (`env_weights`), not by their tenant."""
 
 
 class Foreign(_Message, frozen=True, tag="foreign"):
@@ -384,7 +386,7 @@ class AskRoom(_Message, frozen=True, tag="ask-room"):
     ticket: int
     """The ticket of the put."""
     tenant: str
-    """The `run` of the group's samples."""
+    """The `run` of the group's samples, or their `env` where groups wait by environment."""
     size: int
     waits: bool = True
     """Whether to wait until there is room. Otherwise the answer is for now."""

@@ -264,8 +264,8 @@ def _row(op: int, frame: LostFrame, location: str, metadata: GroupMetadata, memb
         samples=metadata.num_samples,
         tokens=metadata.num_tokens,
         size=parse_location(location).size,
-        # A tenant that the log does not know has no table: its groups go to the common one.
-        run=metadata.run if metadata.run in members else "",
+        # A tenant or environment that the log does not know has no table: its groups go to the common one.
+        run=next((name for name in (metadata.run, metadata.env[0]) if name in members), ""),
         prompt=metadata.prompt,
         kinds=tuple(sorted(metadata.kinds.items())),
         location=location,
