@@ -20,7 +20,18 @@ if TYPE_CHECKING:
     from penstock.frames import decode, encode
     from penstock.packing import MicroBatch, pack
     from penstock.protocol import Timeouts
-    from penstock.replay import Fifo, Lifo, MinSize, Prioritized, SamplesPerInsert, Table, Uniform
+    from penstock.replay import (
+        DifficultyPools,
+        Fifo,
+        Lifo,
+        MinSize,
+        Prioritized,
+        SamplesPerInsert,
+        Sequential,
+        Table,
+        Thompson,
+        Uniform,
+    )
     from penstock.train import to_torch
     from penstock.version import __version__
     from penstock.view import TokenExporter
@@ -28,6 +39,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AssetStore": "assets",
     "Column": "arrays",
+    "DifficultyPools": "replay",
     "Fifo": "replay",
     "Group": "convert",
     "Lifo": "replay",
@@ -38,9 +50,11 @@ _HOMES = {
     "Prioritized": "replay",
     "Sample": "arrays",
     "SamplesPerInsert": "replay",
+    "Sequential": "replay",
     "Source": "client",
     "Step": "client",
     "Table": "replay",
+    "Thompson": "replay",
     "Timeouts": "protocol",
     "TokenExporter": "view",
     "Trajectory": "capture",
@@ -59,6 +73,7 @@ _HOMES = {
 __all__ = [
     "AssetStore",
     "Column",
+    "DifficultyPools",
     "Fifo",
     "Group",
     "Lifo",
@@ -69,9 +84,11 @@ __all__ = [
     "Prioritized",
     "Sample",
     "SamplesPerInsert",
+    "Sequential",
     "Source",
     "Step",
     "Table",
+    "Thompson",
     "Timeouts",
     "TokenExporter",
     "Trajectory",

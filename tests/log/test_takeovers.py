@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import CorruptFile, Fenced, StorageError
-from penstock.log import FORMAT, GroupRow
+from penstock.log import FORMAT, GroupOutcome, GroupRow
 from penstock.log.postgres_address import schema_of
 from penstock.log.postgres_log import PostgresLog
 from penstock.log.postgres_schema import MIGRATIONS
@@ -99,6 +99,20 @@ def test_a_log_of_the_previous_format_is_migrated_and_its_plane_fenced(
     again = PostgresLog(postgres.url, run=run)
     assert (again.epoch, ops(again)) == (3, [1, 2])
     again.close()
+
+
+def test_a_log_without_the_tables_of_events_gets_them(postgres: PostgresServer, run: str) -> None:
+    log = PostgresLog(postgres.url, run=run)
+    add(log, 1)
+    log.close()
+    for table in ("summaries", "outcomes"):
+        postgres.execute(f'DROP TABLE "{schema_of(run)}".{table}')
+    log = PostgresLog(postgres.url, run=run)
+    assert (ops(log), log.num_events) == ([1], 0)
+    with log.transaction():
+        log.add_outcomes([(1, GroupOutcome(outcome="dropped", reason="stale", groups=(1,)))])
+    assert log.num_events == 1
+    log.close()
 
 
 def test_several_formats_are_passed_in_order(

@@ -31,6 +31,7 @@ from penstock.protocol.message_header import pack_message
 from penstock.protocol.messages import (
     AddPrompts,
     Ask,
+    AskFeedback,
     AskGroups,
     AskRoom,
     Attach,
@@ -293,6 +294,7 @@ HONEST: dict[type[Any], Any] = {
             payloads=CHUNK.payloads,
         ),
         LeaseTasks(ticket=1, list="a", count=1, worker="w", lease_s=60.0),
+        AskFeedback(ticket=1),
     )
 }
 

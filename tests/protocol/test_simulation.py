@@ -30,8 +30,8 @@ MORE_SEEDS = 480
 class RealIntake(Intake):
     """Makes real samples of a group's name."""
 
-    def run_of(self, frame: Buffer) -> str:
-        return super().run_of(_frame(frame))
+    def names_of(self, frame: Buffer) -> tuple[str, str]:
+        return super().names_of(_frame(frame))
 
     def take(self, batch: Sequence[Incoming]) -> None:
         for group in batch:

@@ -74,6 +74,32 @@ def json_group(name: str, rewards: tuple[float, ...] = (0.0, 1.0), tokens: int =
     return {"prompt": "17", "id": name, "rollouts": [rollout(reward) for reward in rewards]}
 
 
+def test_feedback_comes_in_pages_with_a_cursor_and_waits_for_the_next_event() -> None:
+    with PlaneProcess(["memory:", *SMALL, *DOOR]) as process:
+        client = Client(process)
+        assert client.ask("GET", "/v1/feedback") == (200, {"events": [], "cursor": ""})
+        with ps.open(process.url) as plane:
+            for number in range(5):
+                plane.discard("zero variance", 2, group=f"g{number}", prompt="17", rewards=[1.0, None], lengths=[7, 8])
+            _, first = client.ask("GET", "/v1/feedback?limit=2")
+            event = first["events"][1]
+            assert [event[name] for name in ("outcome", "reason", "group")] == ["filtered", "zero variance", "g1"]
+            assert (event["rewards"], event["lengths"], event["step"]) == ([1.0, None], [7, 8], None)
+            _, rest = client.ask("GET", f"/v1/feedback?after={first['cursor']}")
+            assert [event["group"] for event in rest["events"]] == ["g2", "g3", "g4"]
+            path = f"/v1/feedback?after={rest['cursor']}"
+            assert client.ask("GET", path) == (200, {"events": [], "cursor": rest["cursor"]})
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(client.ask, "GET", f"{path}&wait=5")
+                plane.discard("errored", 1, group="late")
+                assert [event["group"] for event in waiting.result(60)[1]["events"]] == ["late"]
+        for query in ("after=x", "after=0123456789ab.1", "limit=0", "limit=257", "limit=nan", "wait=-1", "wait=6"):
+            code, said = client.ask("GET", f"/v1/feedback?{query}")
+            assert (code, said["error"]) == (400, "InvalidInput"), query
+        assert Client(process, "wrong").ask("GET", "/v1/feedback")[0] == 401
+        assert client.ask("POST", "/v1/feedback")[0] == 405
+
+
 def test_a_producer_asks_what_became_of_groups(tmp_path: Path) -> None:
     with PlaneProcess([str(tmp_path / "run"), *SMALL, *DOOR]) as process:
         client = Client(process)

@@ -10,7 +10,7 @@ from penstock.arrays import Sample
 
 
 def named_group(
-    name: str, *, samples: int = 2, tokens: int = 6, policy_version: int | None = 0, run: str = ""
+    name: str, *, samples: int = 2, tokens: int = 6, policy_version: int | None = 0, run: str = "", env: str = ""
 ) -> list[Sample]:
     """The samples of one prompt, each `tokens` long, as a rollout worker would put them.
 
@@ -25,6 +25,7 @@ def named_group(
             id=f"{name}/{i}",
             group=name,
             run=run,
+            env=env,
             policy_version=policy_version,
             prompt_ids=prompt,
             completion_ids=rng.integers(0, 50_000, length),

@@ -27,9 +27,9 @@ RUNS = ("a", "b")
 class PlainIntake(Intake):
     """Takes groups that are nothing but a name, so that thousands of runs can be simulated."""
 
-    def run_of(self, frame: Buffer) -> str:
+    def names_of(self, frame: Buffer) -> tuple[str, str]:
         name, _, _ = msgspec.msgpack.decode(frame, type=tuple[str, int, int])
-        return run_of_group(name)
+        return run_of_group(name), ""
 
     def check(self, group: str, frame: Buffer) -> GroupMetadata:
         return plain_metadata(group, frame)

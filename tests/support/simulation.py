@@ -25,10 +25,12 @@ from penstock.packing import Packing
 from penstock.plane.engine import Engine
 from penstock.plane.loop import PlaneLoop
 from penstock.plane.manifest import Manifest
+from penstock.plane.outcomes import page
 from penstock.plane.pipeline import Pipeline
 from penstock.plane.recorder import rebuild
 from penstock.plane.settings import PlaneSettings, Replay, Target
 from penstock.plane.workers import Inline, Workers
+from penstock.protocol.feedback_event import FeedbackEvent
 from penstock.protocol.messages import Frames
 from penstock.protocol.timeouts import Timeouts
 from penstock.replay import Fifo, Prioritized, Uniform
@@ -283,6 +285,7 @@ class Simulation:
             engine.tenant_tables.shares.owed == twin.tenant_tables.shares.owed,
             "what runs are owed differs after a restart",
         )
+        self._check_events()
         for table_name, table in twin.tenant_tables.tables.items():
             if len(table):
                 check(
@@ -290,6 +293,28 @@ class Simulation:
                     == engine.state.draw(1 << 40, 1 << 40, {table_name: 1}),
                     "the next draw differs after a restart",
                 )
+
+    def _check_events(self) -> None:
+        """Every end of a group is one event, whatever was killed: rewinds take back what was trained."""
+        check, log = self.oracle.check, self.log
+        with self.server.engine.recorder.transaction():
+            pass
+        events: list[FeedbackEvent] = []
+        while more := page(log, len(events), 7):
+            events += more
+        check([event.number for event in events] == list(range(1, log.num_events + 1)), "events are missing or doubled")
+        trained: dict[int, list[str]] = {}
+        for event in events:
+            if event.outcome == "rewound":
+                trained = {step: groups for step, groups in trained.items() if step < (event.step or 0)}
+            elif event.outcome == "trained":
+                trained.setdefault(event.step or 0, []).append(event.group)
+        wanted = {step: self._groups_of(step) for step in range(1, self.server.engine.next_step)}
+        check(trained == wanted, f"trained by the events {trained}, by the log {wanted}")
+        for state, outcome in ((State.DROPPED, "dropped"), (State.EVALUATION, "evaluation")):
+            told = sorted(event.group for event in events if event.outcome == outcome)
+            known = sorted(row.id for row in log.groups_in(state))
+            check(told == known, f"{outcome} by the events {told}, by the log {known}")
 
     def _check_groups(self) -> None:
         """Nothing that was acknowledged is lost, and what was accepted is trained."""

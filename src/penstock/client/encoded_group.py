@@ -42,6 +42,8 @@ class EncodedGroup:
     run: Callable[[], str]
     """Returns the tenant of its samples. Called only if needed: for a frame it parses the head."""
     evaluation: bool
+    env: Callable[[], str] = str
+    """Returns the environment of its samples."""
     made: FramePieces | None = None
     """The result of encoding, or None for a frame that was passed in encoded."""
     priority: float = 1.0
@@ -62,13 +64,14 @@ class EncodedGroup:
             raise InvalidInput("put: no samples; a group has at least one")
         if any(sample.own for sample in samples):
             samples = [sample.conformed(columns()) for sample in samples]
-        run, known = samples[0].run, group if isinstance(group, Group) else None
+        run, env, known = samples[0].run, samples[0].env, group if isinstance(group, Group) else None
         name, made = samples[0].group if known is None else known.id, encode_group(samples)
         return EncodedGroup(
             name=name,
             pieces=made.pieces,
             size=made.size,
             run=lambda: run,
+            env=lambda: env,
             evaluation=evaluation,
             priority=priority,
             made=made,
@@ -83,7 +86,8 @@ class EncodedGroup:
             name=name,
             pieces=[frame],
             size=len(frame),
-            run=partial(_run_of, frame),
+            run=partial(_name_in, frame, "run"),
+            env=partial(_name_in, frame, "env"),
             evaluation=evaluation,
             priority=priority,
         )
@@ -118,6 +122,7 @@ class EncodedGroup:
             frame=frame,
             size=self.size,
             run=self.run,
+            env=self.env,
             waits=waits,
             evaluation=self.evaluation,
             priority=self.priority,
@@ -146,19 +151,20 @@ def samples_of(group: object) -> Sequence[Sample]:
     return group
 
 
-def tenant_of(group: object) -> str:
-    """Return the tenant of a group. Returns "" for one that cannot be put: encoding it reports why."""
+def waits_with(group: object, *, by_env: bool) -> str:
+    """Return what decides where a group waits: its environment or its tenant. Returns "" for one that cannot be put:
+    encoding it reports why."""
     if isinstance(group, EncodedGroup):
-        return group.run()
+        return group.env() if by_env else group.run()
     try:
-        return next((sample.run for sample in samples_of(group)), "")
+        return next((sample.env if by_env else sample.run for sample in samples_of(group)), "")
     except PenstockError:
         return ""
 
 
-def _run_of(frame: Buffer) -> str:
-    """Return the tenant of a frame's samples."""
+def _name_in(frame: Buffer, what: str) -> str:
+    """Return the tenant or environment of a frame's samples."""
     try:
-        return read_head(frame).text.get("run", ("",))[0]
+        return read_head(frame).text.get(what, ("",))[0]
     except PenstockError:
         return ""  # the plane will report what is wrong with the frame

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -63,13 +64,24 @@ class CollectedRollouts:
             columns=self.plane.columns if any(t.own for r in self.rollouts for t in r.turns) else NO_COLUMNS,
         )
 
-    def discards(self, group: Group) -> list[tuple[str, int, str]]:
-        """Return (reason, samples, key) of what filters dropped. The key makes it count once, however often a put is
-        tried."""
-        found = dict(group.dropped)
+    def discards(self, group: Group) -> list[tuple[str, int, dict[str, Any]]]:
+        """Return (reason, samples, further arguments of `Plane.discard`) of what filters dropped. The key makes it
+        count once, however often a put is tried."""
+        kept = set(group.origins.tolist())
+        gone = {reason: count for reason, count in group.dropped.items() if count}
+        lost = [i for i in range(len(group.rollouts)) if i not in kept]
+        found = [self._discard(group, reason, count, lost if len(gone) == 1 else ()) for reason, count in gone.items()]
         if self.has_failed(group):
-            found[FAILED] = found.get(FAILED, 0) + len(set(group.origins.tolist()))
-        return [(reason, count, f"{self.id}: {reason}") for reason, count in found.items()]
+            found.append(self._discard(group, FAILED, len(kept), sorted(kept)))
+        return found
+
+    def _discard(self, group: Group, reason: str, count: int, which: Sequence[int]) -> tuple[str, int, dict[str, Any]]:
+        """Describe rollouts that were dropped. `which` is empty if several reasons dropped some: a group does not say
+        which of them dropped which."""
+        places, first = list(which), self.rollouts[0]
+        about = {"group": self.id, "prompt": self.prompt, "env": first.env, "tenant": first.run}
+        numbers = {"rewards": group.rewards[places].tolist(), "lengths": group.rollouts.longest[places].tolist()}
+        return reason, count, {"key": f"{self.id}: {reason}", **about, **numbers}
 
     def has_failed(self, group: Group) -> bool:
         """Return whether every remaining rollout ended with an error, so that nothing could be trained."""
@@ -91,8 +103,8 @@ class GroupBuilder(CollectedRollouts):
     def put(self) -> Group:
         """Make the group and put it. The plane counts what filters dropped."""
         group = self.make()
-        for reason, count, key in self.discards(group):
-            self.plane.discard(reason, count, key=key)
+        for reason, count, about in self.discards(group):
+            self.plane.discard(reason, count, **about)
         if len(group) and not self.has_failed(group):
             self.plane.put(group, evaluation=self.evaluation, priority=self.priority, timeout=self.timeout)
         return group
@@ -113,8 +125,8 @@ class AsyncGroupBuilder(CollectedRollouts):
     async def put(self) -> Group:
         """Make the group and put it. The plane counts what filters dropped."""
         group = await self.plane.acompute(self.make)
-        for reason, count, key in self.discards(group):
-            await self.plane.adiscard(reason, count, key=key)
+        for reason, count, about in self.discards(group):
+            await self.plane.adiscard(reason, count, **about)
         if len(group) and not self.has_failed(group):
             await self.plane.aput(group, evaluation=self.evaluation, priority=self.priority, timeout=self.timeout)
         return group

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeAlias, TypeVar
 
 import msgspec
 
-from penstock.arrays import Own, Sample, check_count, own_of
+from penstock.arrays import Own, Sample, own_of
 from penstock.client.async_puts import AsyncPuts
 from penstock.client.column_lease import ColumnLease, LeaseRequest, alease_forever, lease_forever
 from penstock.client.conversations import Conversation, arun, run
 from penstock.client.deliveries import Deliveries, ManyPuts
 from penstock.client.direct import Direct
-from penstock.client.encoded_group import EncodedGroup, samples_of, tenant_of
+from penstock.client.encoded_group import EncodedGroup, samples_of, waits_with
+from penstock.client.feedback import FeedbackReader, ask_page, discard_message
 from penstock.client.group_builder import AsyncGroupBuilder, GroupBuilder, builder_fields
 from penstock.client.group_states import GroupState, checked_ids
 from penstock.client.handles import Handle, nowhere
@@ -47,6 +48,7 @@ from penstock.protocol import (
     Attach,
     Attached,
     Discard,
+    FeedbackEvent,
     FromClient,
     GroupStates,
     OpenSegment,
@@ -223,9 +225,9 @@ class Plane:
         leaves nothing waiting at the plane. Its group may or may not have arrived: putting it again tells. As with
         `put`, do not change large arrays before this returns.
         """
-        samples = samples_of(group)
+        samples_of(group)  # raises for what is no group
         encode = partial(self._encode, group, evaluation, priority)
-        return await self._aput(samples[0].run if samples else "", encode, timeout, evaluation=evaluation)
+        return await self._aput(group, encode, timeout, evaluation=evaluation)
 
     async def aput_many(
         self,
@@ -236,6 +238,7 @@ class Plane:
         timeout: float | None = None,
     ) -> list[bool]:
         """`put_many` for asyncio. Shares the 64 places of `aput`: it takes those that are free, at least one."""
+        await self._alearn_tables()
         many = self._many(groups, evaluation, priority)
         return await self._arun(many.deliver(self._deliveries, self._async, timeout, evaluation=evaluation))
 
@@ -250,13 +253,22 @@ class Plane:
     ) -> bool:
         """`aput` for a group that is already encoded."""
         encoded = EncodedGroup.of_frame(group, frame, evaluation=evaluation, priority=priority)
-        return await self._aput(encoded.run(), lambda: encoded, timeout, evaluation=evaluation)
+        return await self._aput(encoded, lambda: encoded, timeout, evaluation=evaluation)
+
+    async def _alearn_tables(self) -> None:
+        """Learn whether groups wait by environment, so that those of one do not take the places of the others."""
+        if not self._connection.session.is_attached:
+            await self._arun(
+                self._connection.ask(lambda ticket: Attach(ticket=ticket, run=self._connection.session.run))
+            )
 
     async def _aput(
-        self, run: str, encode: Callable[[], EncodedGroup], timeout: float | None, *, evaluation: bool
+        self, group: object, encode: Callable[[], EncodedGroup], timeout: float | None, *, evaluation: bool
     ) -> bool:
         """Hold one of a tenant's places while a group is encoded and put."""
         began = time.monotonic()
+        await self._alearn_tables()
+        run = waits_with(group, by_env=self._connection.session.by_env)
         places = await self._async.places(run, timeout, evaluation=evaluation, most=1).suspend()
         try:
             left = None if timeout is None else max(timeout - (time.monotonic() - began), 0.0)
@@ -274,7 +286,9 @@ class Plane:
     def _many(
         self, groups: Iterable[Group | Sequence[Sample] | EncodedGroup], evaluation: bool, priority: float
     ) -> ManyPuts[Group | Sequence[Sample] | EncodedGroup]:
-        return ManyPuts(groups, lambda group: self._encode(group, evaluation, priority), tenant_of)
+        session = self._connection.session
+        where = partial(waits_with, by_env=session.by_env)
+        return ManyPuts(groups, lambda group: self._encode(group, evaluation, priority), where)
 
     async def acompute(self, act: Callable[[], T]) -> T:
         """Run a function on one of the two threads that encode groups, and return its result."""
@@ -420,6 +434,30 @@ class Plane:
         asking = LeaseRequest(column, groups, tokenizer, lease_s, timeout)
         return alease_forever(self._connection, asking, self._attached, self._arun)
 
+    # -------------------------------------------------------------- feedback
+
+    def feedback(self, after: str = "", *, follow: bool = False) -> Iterator[FeedbackEvent]:
+        """Yield what became of each group, oldest event first, from the event behind the cursor `after` on.
+
+        Ends at the newest event. With `follow` it waits for further ones as long as the plane lives. Every event is
+        durable and comes once, whoever is killed: keep `event.cursor` where you keep what you learned from the event,
+        and pass it as `after` when you start again.
+        """
+        reader = FeedbackReader(self._connection, after, follow)
+        while (events := self._run(reader.next_page())) is not None:
+            yield from events
+
+    async def afeedback(self, after: str = "", *, follow: bool = False) -> AsyncIterator[FeedbackEvent]:
+        """`feedback` for asyncio: `async for event in plane.afeedback(after=cursor, follow=True)`."""
+        reader = FeedbackReader(self._connection, after, follow)
+        while (events := await self._arun(reader.next_page())) is not None:
+            for event in events:
+                yield event
+
+    async def afeedback_page(self, after: str, most: int, wait_s: float) -> tuple[FeedbackEvent, ...]:
+        """Return up to `most` events behind a cursor. Waits up to `wait_s` seconds for the first."""
+        return (await self._arun(ask_page(self._connection, after, most, wait_s))).events
+
     def _open_segment(self) -> str:
         answer = self._call(lambda ticket: OpenSegment(ticket=ticket))
         if isinstance(answer, Rejected):
@@ -447,15 +485,43 @@ class Plane:
         """Groups put here that were dropped at once, because they were too old for `max_staleness`."""
         return self.counts.stale
 
-    def discard(self, reason: str, samples: int, *, key: str = "") -> None:
-        """Count samples that were filtered out before they became a group. A key is counted once."""
-        count = check_count(samples, f"discard of {reason!r}")
-        self._decide(lambda ticket: Discard(ticket=ticket, reason=reason, samples=count, key=key))
+    def discard(
+        self,
+        reason: str,
+        samples: int,
+        *,
+        key: str = "",
+        group: str = "",
+        prompt: str = "",
+        env: str = "",
+        tenant: str = "",
+        rewards: Iterable[float | None] = (),
+        lengths: Iterable[int] = (),
+    ) -> None:
+        """Count samples that were filtered out before they became a group. A key is counted once.
 
-    async def adiscard(self, reason: str, samples: int, *, key: str = "") -> None:
+        The other arguments are for `feedback`: which group and prompt they belonged to, and the reward and the tokens
+        of each sample. Of more than 256 samples the first are kept.
+        """
+        message = discard_message(reason, samples, key, group, prompt, env, tenant, rewards, lengths)
+        self._decide(lambda ticket: msgspec.structs.replace(message, ticket=ticket))
+
+    async def adiscard(
+        self,
+        reason: str,
+        samples: int,
+        *,
+        key: str = "",
+        group: str = "",
+        prompt: str = "",
+        env: str = "",
+        tenant: str = "",
+        rewards: Iterable[float | None] = (),
+        lengths: Iterable[int] = (),
+    ) -> None:
         """`discard` for asyncio."""
         self._raise_ended()
-        message = Discard(ticket=0, reason=reason, samples=check_count(samples, f"discard of {reason!r}"), key=key)
+        message = discard_message(reason, samples, key, group, prompt, env, tenant, rewards, lengths)
         check_decision(message)
         answer = await self._arun(self._connection.ask(lambda ticket: msgspec.structs.replace(message, ticket=ticket)))
         if isinstance(answer, Rejected):

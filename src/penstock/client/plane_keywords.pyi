@@ -135,6 +135,10 @@ class PlaneKeywords(TypedDict, total=False):
     """Of the random draws."""
     timeouts: Timeouts
     """How long a process may be silent."""
+    env_weights: Mapping[str, float]
+    """Environments that share each step, as named in their samples' `env`, each with its weight: a step takes from
+    each in proportion and waits for one that has too few groups; groups of other environments are rejected; empty:
+    steps do not look at environments."""
     folder: str | Path
     """Of ray://: where the run is kept; on a disk of one host, the plane stays on that host; empty: ~/.penstock/NAME,
     on the head node unless `log` and `storage` are shared."""

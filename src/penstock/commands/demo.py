@@ -8,6 +8,7 @@
   penstock demo --trees               longer prompts, each computed once for all its rollouts
   penstock demo --ray                 on a local Ray cluster of three nodes, while one of them is lost
   penstock demo --judge               rewards come late, from a judge in another process
+  penstock demo --dynamic-sampling    drop groups whose rewards are all the same, generate more until a step is full
   penstock demo --top-p 0.9           sample with top-p; the trainer normalizes over the same tokens
   penstock demo --write-config my.toml    write every setting to a file, then: penstock train my.toml
 
@@ -61,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--judge", action="store_true", help="rewards come late, from a judge in another process")
     parser.add_argument("--ray", action="store_true", help="on its own Ray cluster, while one of the nodes is lost")
     parser.add_argument(
+        "--dynamic-sampling", action="store_true", help="drop groups of one reward, generate more until a step is full"
+    )
+    parser.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens that together reach P"
     )
     parser.add_argument("--write-config", type=Path, metavar="FILE", help="write the configuration and exit")
@@ -81,6 +85,7 @@ def config_of(args: argparse.Namespace) -> TrainConfig:
         top_p=args.top_p,
         preamble=_PREAMBLE if args.trees else 0,
         workers=1 if args.fast else TaskConfig().workers,
+        dynamic_sampling=args.dynamic_sampling,
     )
     packing = Packing(ranks=2, seq_len=64, micro_batch_max_tokens=1024, long_rows=True, packed_images=PACKED_IMAGES)
     groups = 8 if args.fast else 16 if args.vision else 32
@@ -211,6 +216,7 @@ def summary(config: TrainConfig, status: dict[str, Any], seconds: float, goal: f
         "shared_tokens": _summed(rows, "perf/shared_tokens"),
         "on_policy_gap": rows[0].get("train/on_policy_gap") if rows else None,
         "ledger": status.get("ledger", {}),
+        **({"feedback": status["feedback"]} if "feedback" in status else {}),
         "folder": config.folder,
     }
 
@@ -242,6 +248,11 @@ def _closing(report: dict[str, Any], config: TrainConfig, following: tuple[str, 
         lines.append(
             f"{report['shared_tokens']:,} of {report['tokens']:,} tokens were not computed again: samples of a "
             "micro-batch share them."
+        )
+    if told := report.get("feedback"):
+        lines.append(
+            f"Dynamic sampling: {told.get('filtered', 0):,} groups filtered, {told.get('trained', 0):,} trained, at "
+            f"least {told['least_groups_per_step']} in each step."
         )
     if report.get("kills"):
         were = "was" if sum(report["kills"].values()) == 1 else "were"

@@ -67,12 +67,12 @@ def _weight(text: str) -> tuple[str, float]:
         ) from None
 
 
-def table(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Format the tenants as a table."""
+def table(found: dict[str, dict[str, Any]], what: str = "tenant") -> list[str]:
+    """Format tenants or environments as a table."""
     if not found:
         return ["this plane has no tenants; give the first one a share with --share TENANT=WEIGHT"]
     total = sum(metadata["taken_tokens"] for metadata in found.values()) or 1
-    rows = [["tenant", "", "share", "of all tokens", "groups waiting", "bytes"]]
+    rows = [[what, "", "share", "of all tokens", "groups waiting", "bytes"]]
     for name, metadata in found.items():
         note = "" if metadata["evicted"] is None else f"evicted: {metadata['evicted']}"
         rows.append(

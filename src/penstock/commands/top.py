@@ -140,6 +140,9 @@ def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
         lines.append("retain     all: this run frees nothing")
     if now.get("tenants"):
         lines += [f"{'tenants' if i == 0 else '':11}{line}" for i, line in enumerate(tenants.table(now["tenants"]))]
+    if now.get("envs"):
+        found = tenants.table(now["envs"], "environment")
+        lines += [f"{'envs' if i == 0 else '':11}{line}" for i, line in enumerate(found)]
     if now["source"] == "plane":
         refused = {name: n for name, n in now["counts"].items() if name not in ("groups", "samples", "tokens")}
         lines.append(f"events     {reasons_line(refused)}")

@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -26,7 +26,7 @@ from penstock.demo.processes import ABORTED, REFUSED, address, start, start_fork
 from penstock.demo.run_files import Metrics, PlaneLines, last_lines
 from penstock.demo.tasks import write_tokenizer
 from penstock.errors import PenstockError
-from penstock.protocol import Timeouts
+from penstock.protocol import FeedbackEvent, Timeouts
 from penstock.train import TrainConfig, template
 from penstock.view import at_work, note_death
 
@@ -73,6 +73,16 @@ def _how_ended(name: str, code: int | None) -> str:
     if code is not None and code < 0:
         return f"{name} was killed ({next((s.name for s in signal.Signals if s == -code), f'signal {-code}')})"
     return f"{name} ended with code {code}"
+
+
+def tally(events: Iterable[FeedbackEvent]) -> dict[str, int]:
+    """Count what became of groups: how many were trained and filtered, and how many the emptiest step had."""
+    found, steps = Counter[str](), dict[int, set[str]]()
+    for event in events:
+        found[event.outcome] += 1
+        if event.outcome == "trained" and event.step is not None:
+            steps.setdefault(event.step, set()).add(event.group)
+    return {**found, "least_groups_per_step": min(map(len, steps.values()), default=0)}
 
 
 class RunFailed(PenstockError):
@@ -128,6 +138,8 @@ class Launcher:
             with open_plane(address(self.config)) as plane:
                 self._status = plane.status()
                 self._lines.note(self._status)
+                if self.config.task is not None and self.config.task.dynamic_sampling:
+                    self._status["feedback"] = tally(plane.feedback())
             (self.folder / "status.json").write_text(json.dumps(self._status))
             show(self._progress(time.monotonic() - began, doing=_OVER))
         finally:

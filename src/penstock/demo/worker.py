@@ -18,7 +18,7 @@ import torch
 from penstock.capture import Trajectory, Turn
 from penstock.client import Plane
 from penstock.client import open as open_plane
-from penstock.convert import Group, make_group
+from penstock.convert import Group, ZeroVariance, make_group
 from penstock.demo.sampler import Rollout, sample
 from penstock.demo.tasks import Prompt, Task, make_task
 from penstock.errors import PlaneLost, PutManyError
@@ -40,7 +40,9 @@ def work(config: TrainConfig, url: str, index: int) -> None:
         while True:
             version = policy.refresh()
             groups = _generate(policy.model, task, config, version, rng, generator, f"{name}-{number}")
-            _put(plane, groups)
+            _put(plane, [group for _, group in groups if len(group)])
+            for prompt, group in groups:
+                _discard(plane, task.name, prompt, group)
             number += 1
 
 
@@ -91,9 +93,11 @@ def _generate(
     rng: random.Random,
     generator: torch.Generator,
     name: str,
-) -> list[Group]:
+) -> list[tuple[str, Group]]:
+    """Return groups with the names of their prompts. Those that a filter dropped have no samples."""
     assert config.task is not None
     size, late = config.task.group_size, bool(config.late_columns)
+    filters = (ZeroVariance(),) if config.task.dynamic_sampling else ()
     prompts = [task.prompt(rng) for _ in range(config.task.prompts_per_batch)]
     repeated = [prompt for prompt in prompts for _ in range(size)]
     rollouts = sample(
@@ -106,16 +110,18 @@ def _generate(
         banned=task.banned,
         first=task.model_inputs(repeated, model),
     )
-    return [
+    made = (
         make_group(
             [_trajectory(task, prompt, rollout, late=late) for rollout in rollouts[i * size : (i + 1) * size]],
             id=f"{name}-{i}",
             prompt=prompt.name,
             policy_version=version,
             advantage="grpo_std" if late else task.advantage,
+            filters=filters,
         )
         for i, prompt in enumerate(prompts)
-    ]
+    )
+    return [(prompt.name, group) for prompt, group in zip(prompts, made, strict=True)]
 
 
 def _trajectory(task: Task, prompt: Prompt, rollout: Rollout, *, late: bool) -> Trajectory:
@@ -130,6 +136,21 @@ def _trajectory(task: Task, prompt: Prompt, rollout: Rollout, *, late: bool) -> 
 def answer_turn(rollout: Rollout) -> Turn:
     """Return the model's answer as a turn, with the ids each token was sampled from."""
     return Turn(rollout.token_ids, logprobs=rollout.logprobs, sampling_mask=rollout.kept, role="assistant")
+
+
+def _discard(plane: Plane, env: str, prompt: str, group: Group) -> None:
+    """Count a group that a filter dropped, for the ledger and for feedback."""
+    for reason, count in group.dropped.items():
+        plane.discard(
+            reason,
+            count,
+            key=f"{group.id}: {reason}",
+            group=group.id,
+            prompt=prompt,
+            env=env,
+            rewards=group.rewards.tolist(),
+            lengths=group.rollouts.longest.tolist(),
+        )
 
 
 def _put(plane: Plane, groups: Sequence[Group]) -> None:

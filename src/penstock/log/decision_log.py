@@ -27,6 +27,7 @@ from penstock.errors import Fenced
 from penstock.log.decision_records import Record, pack_record
 from penstock.log.log_reader import LogReader
 from penstock.log.log_rows import GROUP_COLUMNS, NO_KINDS, GroupRow, SegmentRow, State, group_values
+from penstock.log.outcomes import GroupOutcome, Summary, pack_outcome
 from penstock.log.volume import Disk
 
 FORMAT = 5
@@ -128,6 +129,15 @@ class Log(LogReader):
         """Replace the metadata of a group that got its late columns."""
         self._write("UPDATE facts SET facts = ? WHERE op = ?", (metadata, op))
         self._write("UPDATE groups SET kinds = ? WHERE op = ?", (msgspec.msgpack.encode(kinds), op))
+
+    def add_summaries(self, summaries: Sequence[tuple[int, Summary]]) -> None:
+        """Keep what events show of groups, by op. A recovery may write a group again."""
+        rows = [(op, pack_outcome(summary)) for op, summary in summaries]
+        self._insert("summaries", "op, data", rows, known="ON CONFLICT (op) DO UPDATE SET data = excluded.data")
+
+    def add_outcomes(self, rows: Sequence[tuple[int, GroupOutcome]]) -> None:
+        """Append outcomes, each with the number of its last event."""
+        self._insert("outcomes", "number, data", [(number, pack_outcome(row)) for number, row in rows])
 
     def add_record(self, op: int, record: Record) -> None:
         self._insert("records", "op, data", [(op, pack_record(record))])

@@ -11,8 +11,22 @@ from typing import Any
 
 from penstock.log.decision_records import Record, read_record
 from penstock.log.log_rows import SELECT_GROUPS, STATES, GroupRow, SegmentRow, State, group_row
+from penstock.log.outcomes import GroupOutcome, Summary, read_outcome, read_summary
 
-TABLES = ("meta", "groups", "facts", "records", "discards", "snapshots", "steps", "segments", "frees", "prompts")
+TABLES = (
+    "meta",
+    "groups",
+    "facts",
+    "records",
+    "discards",
+    "snapshots",
+    "steps",
+    "segments",
+    "frees",
+    "summaries",
+    "outcomes",
+    "prompts",
+)
 _SELECT_PROMPTS = "SELECT number, name, payload FROM prompts WHERE number"
 
 
@@ -163,6 +177,25 @@ class LogReader(ABC):
             "SELECT step, op, manifest, state FROM steps", "step", first - 1
         ):
             yield step, op, manifest, STATES[state]
+
+    # -------------------------------------------------------------- what became of groups
+
+    @property
+    def num_events(self) -> int:
+        """Number of events of groups so far."""
+        row = self.first("SELECT MAX(number) FROM outcomes")
+        return (row[0] or 0) if row is not None else 0
+
+    def outcomes(self, after: int, most: int) -> list[tuple[int, GroupOutcome]]:
+        """Return up to `most` rows of outcomes, each with the number of its last event, from the row of event
+        `after` + 1 on."""
+        found = self.rows("SELECT number, data FROM outcomes WHERE number > ? ORDER BY number LIMIT ?", (after, most))
+        return [(number, read_outcome(data)) for number, data in found]
+
+    def summaries(self, ops: Sequence[int]) -> dict[int, Summary]:
+        """Return the summaries of groups, by op. Groups of earlier versions have none."""
+        found = self._keyed("SELECT op, data FROM summaries WHERE op", ops)
+        return {op: read_summary(data) for op, data in found}
 
     # -------------------------------------------------------------- segments, and what is to be deleted
 

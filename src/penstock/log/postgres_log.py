@@ -34,7 +34,7 @@ from penstock.log.log_rows import State
 from penstock.log.postgres_address import lock_of, redacted, schema_of, split_run, with_run
 from penstock.log.postgres_link import Connection, PostgresLink, first_line
 from penstock.log.postgres_reader import as_sent, decoded, in_schema, table_names
-from penstock.log.postgres_schema import ADDED, COLUMNS, FENCED, create_table, create_tables, migrations
+from penstock.log.postgres_schema import COLUMNS, FENCED, create_tables, migrations
 from penstock.log.volume import Disk
 
 logger = logging.getLogger("penstock.log")
@@ -178,8 +178,6 @@ class PostgresLog(Log):
                     made = sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(self._schema))
                     connection.execute(made)
                     connection.execute(create_tables(), prepare=False)
-        for table in set(ADDED) - table_names(connection, self._schema):
-            connection.execute(create_table(table).encode(), prepare=False)
         found = connection.execute("SELECT name, format FROM run").fetchone()
         if found is not None:
             self._migrations(found[1])
@@ -204,6 +202,8 @@ class PostgresLog(Log):
         assert row is not None
         for statement in self._migrations(row[0]):
             connection.execute(statement.encode(), prepare=False)
+        if missing := create_tables(table_names(connection, self._schema)):
+            connection.execute(missing, prepare=False)
         if row[0] != FORMAT:
             connection.execute("UPDATE run SET format = %s", (FORMAT,))
             logger.warning("%s: format %d becomes %d", self.where, row[0], FORMAT)

@@ -5,6 +5,8 @@ Text is compared by its bytes (collation "C"), as in SQLite.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from penstock.log.log_rows import COLUMNS_OF_GROUPS
 
 COLUMNS = {
@@ -24,12 +26,13 @@ COLUMNS = {
     },
     "frees": {"name": "text"},
     "prompts": {"number": "bigint", "name": "text", "payload": "bytea"},
+    "summaries": {"op": "bigint", "data": "bytea"},
+    "outcomes": {"number": "bigint", "data": "bytea"},
 }
 """Table -> column -> type. The first column of a table is its key."""
 
-ADDED = ("prompts",)
-"""Tables that logs of this format may lack: an earlier version made them. A plane that opens such a log adds them."""
 _DEFAULTS = {("groups", name): column.rule for name, column in COLUMNS_OF_GROUPS.items()}
+_BLOBS = {"facts": "facts", "records": "data", "snapshots": "data", "steps": "manifest"}
 FENCED = "PS001"
 """SQL state of the error that `begin_commit` raises."""
 OWNER = """
@@ -68,22 +71,24 @@ def migrations(found: int, wanted: int) -> list[str] | None:
     return [statement for step in steps if step for statement in step]
 
 
-def create_table(table: str) -> str:
-    """Return the statement that creates a table, unless it is there."""
-    lines = []
-    for number, (name, kind) in enumerate(COLUMNS[table].items()):
-        rule = "PRIMARY KEY" if not number else _DEFAULTS.get((table, name), "NOT NULL")
-        order = 'COLLATE "C"' if kind == "text" else ""
-        lines.append(f"{name} {kind} {order} {rule}")
-    return f"CREATE TABLE IF NOT EXISTS {table} ({', '.join(lines)});"
+def create_tables(existing: Collection[str] = ()) -> str:
+    """Return the statements that create a log's tables in the current schema, without those that exist.
 
-
-def create_tables() -> str:
-    """Return the statements that create an empty log in the current schema."""
-    made = [OWNER, *map(create_table, COLUMNS)]
-    made.append("CREATE UNIQUE INDEX groups_id ON groups (id);")
-    # Metadata, plans and snapshots are compressed already. EXTERNAL stores them as they are: compressing again costs
-    # more than it saves.
-    for table, column in (("facts", "facts"), ("records", "data"), ("snapshots", "data"), ("steps", "manifest")):
-        made.append(f"ALTER TABLE {table} ALTER {column} SET STORAGE EXTERNAL;")
+    A log that an earlier version began lacks the tables that came since. They begin empty, so its format stays."""
+    made = [] if "run" in existing else [OWNER]
+    for table, columns in COLUMNS.items():
+        if table in existing:
+            continue
+        lines = []
+        for number, (name, kind) in enumerate(columns.items()):
+            rule = "PRIMARY KEY" if not number else _DEFAULTS.get((table, name), "NOT NULL")
+            order = 'COLLATE "C"' if kind == "text" else ""
+            lines.append(f"{name} {kind} {order} {rule}")
+        made.append(f"CREATE TABLE {table} ({', '.join(lines)});")
+        # Metadata, plans and snapshots are compressed already. EXTERNAL stores blobs as they are: compressing again
+        # costs more than it saves.
+        if table in _BLOBS:
+            made.append(f"ALTER TABLE {table} ALTER {_BLOBS[table]} SET STORAGE EXTERNAL;")
+    if "groups" not in existing:
+        made.append("CREATE UNIQUE INDEX groups_id ON groups (id);")
     return "\n".join(made)

@@ -14,8 +14,20 @@ from typing import TypeAlias
 
 from penstock.arrays import check_priority
 from penstock.errors import Conflict, DiskFull, InvalidInput, Overloaded, PenstockError
-from penstock.log import AwaitColumns, GivePriorities, GroupRow, Record, ReturnLeases, Shorten, State
+from penstock.log import (
+    AwaitColumns,
+    GivePriorities,
+    GroupOutcome,
+    GroupRow,
+    Record,
+    ReturnLeases,
+    Shorten,
+    State,
+    Summary,
+    Unlisted,
+)
 from penstock.plane.intake import NONE, Incoming, OverLength, why_untrained
+from penstock.plane.outcomes import summary_of
 from penstock.plane.recorder import Recorder
 from penstock.plane.settings import PlaneSettings
 from penstock.plane.state import OVER_LENGTH_KEY
@@ -104,6 +116,8 @@ class Acceptance:
         """Tables that rejected a put for lack of room since room last became free."""
         self.stale_in_a_row = 0
         """Accepted groups that were dropped as stale since the last fresh one."""
+        self.filtered_in_a_row: Counter[str] = Counter()
+        """Groups that producers filtered out since the last one that was accepted, by reason."""
 
     def table_of(self, run: str) -> str:
         """Return the table for groups of a run, or the run's name if the run may not put."""
@@ -185,7 +199,8 @@ class Acceptance:
                 known = self._judge_task(group)
             if known is not None:
                 return known
-            group.table = self._recorder.tenant_tables.table_for(run)
+            if not (group.is_evaluation and self._settings.env_weights):  # evaluation needs no weight
+                group.table = self._recorder.tenant_tables.table_for(run)
             if group.is_evaluation:
                 self._check_evaluation_room(group.id, group.size)
             else:
@@ -339,7 +354,8 @@ class Acceptance:
         recognised."""
         self._arrivals.remove(group)
         try:
-            self._recorder.decide(Shorten(**asdict(group.over_length), key=_dropped_key(group.id)))
+            record = Shorten(**asdict(group.over_length), key=_dropped_key(group.id))
+            self._recorder.decide(record, _over_length(group))
         except PenstockError as error:
             return [Outcome(ticket, error) for ticket in group.tickets]
         return _outcomes(group)
@@ -378,6 +394,9 @@ class Acceptance:
                 self._recorder.log.add_groups(
                     [(row, _metadata(group)) for row, group in zip(rows, groups, strict=True)]
                 )
+                self._recorder.log.add_summaries(_summaries(rows, groups))
+                if evaluated:
+                    state.outcomes.say(_evaluation(rows))
                 shortened = _shortened(groups, rows[-1].op + 1)
                 if shortened is not None:
                     self._recorder.log.add_record(*shortened)
@@ -401,9 +420,15 @@ class Acceptance:
     def _late_refusal(self, group: Incoming) -> list[Outcome]:
         """Reject a stored group whose run may not put: the run was evicted meanwhile, or the frame names another
         run."""
-        assert group.metadata is not None
+        metadata, tables = group.metadata, self._recorder.tenant_tables
+        assert metadata is not None
+        if group.is_evaluation and self._settings.env_weights:
+            return []
         try:
-            table = self._recorder.tenant_tables.table_for(group.metadata.run)
+            if self._settings.env_weights and len(metadata.env) > 1:
+                envs = ", ".join(map(repr, sorted(set(metadata.env))[:5]))
+                raise InvalidInput(f"group {group.id!r}: samples of environments {envs}; with env_weights it has one")
+            table = tables.table_for(tables.key_of(metadata.run, metadata.env[0]))
             if not group.is_evaluation:
                 self._arrivals.move(group, table)
         except PenstockError as error:
@@ -430,6 +455,7 @@ class Acceptance:
         if group.awaited is None:
             self.generated.add(group.metadata)
         counts["groups_awaited"] += group.awaited is not None
+        self.filtered_in_a_row.clear()
         stale = not state.take_in(row)
         self._recorder.on_stage("put", (row,), 0)
         counts["groups_stale"] += stale
@@ -483,6 +509,24 @@ def _shortened(groups: Sequence[Incoming], op: int) -> tuple[int, Shorten] | Non
     """Return the decision that counts truncated and dropped samples of these groups, if there are any."""
     total = OverLength.total(group.over_length for group in groups)
     return (op, Shorten(**asdict(total))) if total else None
+
+
+def _summaries(rows: Sequence[GroupRow], groups: Sequence[Incoming]) -> list[tuple[int, Summary]]:
+    pairs = zip(rows, groups, strict=True)
+    return [(row.op, summary_of(group.metadata)) for row, group in pairs if group.metadata is not None]
+
+
+def _over_length(group: Incoming) -> GroupOutcome:
+    """Return the event of a group that lost all its samples to `seq_len`."""
+    metadata = group.metadata
+    assert metadata is not None
+    about = Unlisted(group=group.id, prompt=metadata.prompt, samples=metadata.num_samples, summary=summary_of(metadata))
+    return GroupOutcome(outcome="dropped", reason="over_length", unlisted=(about,))
+
+
+def _evaluation(rows: Sequence[GroupRow]) -> GroupOutcome:
+    """Return the events of the evaluation groups among these."""
+    return GroupOutcome(outcome="evaluation", groups=tuple(row.op for row in rows if row.is_evaluation))
 
 
 def _outcomes(group: Incoming, *, stale: bool = False) -> list[Outcome]:

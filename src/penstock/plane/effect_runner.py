@@ -14,6 +14,7 @@ from penstock.errors import CallerError, CorruptFrame, DiskFull, InvalidInput, P
 from penstock.log import Log, is_gone
 from penstock.plane.damage import Damage
 from penstock.plane.engine import Engine
+from penstock.plane.outcomes import discarded
 from penstock.plane.pipeline import Pipeline
 from penstock.plane.recorder import ends_plane, failure_text
 from penstock.plane.remembered import left_name, members_left
@@ -206,6 +207,7 @@ def admission_of(
         max_frame=settings.max_message_bytes,
         drops_long=settings.over_length == "drop",
         signs=settings.direct and settings.sign_puts_s is not None,
+        by_env=bool(settings.env_weights),
     )
 
 
@@ -216,12 +218,15 @@ def decide(engine: Engine, run_logger: RunLogger, message: Discard | SettleGroup
         check_decision(message)
         if isinstance(message, Discard):
             reason = run_logger.discarded(message.reason, engine)
-            engine.discard(reason, check_count(message.samples, f"discard of {reason!r}"), message.key)
+            count = check_count(message.samples, f"discard of {reason!r}")
+            engine.discard(reason, count, message.key, discarded(message))
         elif isinstance(message, SettleGroup):
             engine.settle(message.group, drop=message.drop)
         elif message.weight:
+            _check_tenants(engine, message.tenant)
             engine.share(message.tenant, message.weight)
         else:
+            _check_tenants(engine, message.tenant)
             engine.evict(message.tenant, message.reason[:200])
     except PenstockError as refused:
         return refused
@@ -234,3 +239,11 @@ def decide(engine: Engine, run_logger: RunLogger, message: Discard | SettleGroup
         engine.recorder.rebuild()
         return InvalidInput(f"{type(message).__name__}: {failure_text(error)}; the plane could not decide it")
     return None
+
+
+def _check_tenants(engine: Engine, tenant: str) -> None:
+    if envs := engine.settings.env_weights:
+        raise InvalidInput(
+            f"share of {tenant!r}: this plane shares its steps among environments, by env_weights {envs}; change that "
+            "setting and start it again"
+        )

@@ -36,6 +36,7 @@ from penstock.log import (
     DropGroup,
     EvictTenant,
     ForgetReports,
+    GroupOutcome,
     GroupRow,
     Log,
     Prioritize,
@@ -43,6 +44,7 @@ from penstock.log import (
     Record,
     ReleaseGroup,
     State,
+    Unlisted,
     Weigh,
     ended,
     started,
@@ -64,6 +66,8 @@ from penstock.plane.tenant_tables import TenantTables
 from penstock.storage import Custody, DamagedFrame, ObjectStorage, Storage, Writer, check_log, prove_signing
 
 logger = logging.getLogger("penstock.plane")
+MANY_FILTERED = 16
+"""Groups filtered in a row before ranks that wait, and `penstock top`, name the filter."""
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
 """Bounds of a tenant's weight, so that sums and quotients of weights stay finite."""
 
@@ -118,12 +122,17 @@ class Engine:
     def _apply_shares(self) -> None:
         """Apply `shares` of the settings if they changed since the last start. Shares set at run time stay
         otherwise."""
-        wanted = msgspec.json.encode(dict(sorted(self.settings.shares.items()))).decode()
+        envs = self.settings.env_weights
+        wanted = msgspec.json.encode(dict(sorted((self.settings.shares or envs).items()))).decode()
         if wanted == self.log.text("shares"):
             return
         for tenant, weight in self.settings.shares.items():
             if tenant not in self.tenant_tables.evicted:
                 self.share(tenant, weight)
+        for env, weight in envs.items():
+            self.share(env, weight)
+        for env in sorted(self.tenant_tables.members - envs.keys()) if envs else ():
+            self.evict(env, "no longer in env_weights")
         with self.log.transaction():
             self.log.set_meta("shares", wanted)
 
@@ -178,11 +187,14 @@ class Engine:
 
     # -------------------------------------------------------------- samples that were never put
 
-    def discard(self, reason: str, samples: int, key: str = "") -> None:
+    def discard(self, reason: str, samples: int, key: str = "", about: Unlisted | None = None) -> None:
         """Count samples that were filtered out before they were put. A `key` is counted once."""
         if key and self.log.is_discarded(key):
             return
-        self.recorder.decide(Discard(reason=reason, samples=samples, key=key))
+        about = about or Unlisted(samples=samples)
+        event = GroupOutcome(outcome="filtered", reason=reason, unlisted=(about,))
+        self.recorder.decide(Discard(reason=reason, samples=samples, key=key), event)
+        self.acceptance.filtered_in_a_row[reason] += 1
 
     # -------------------------------------------------------------- runs
 
@@ -314,7 +326,9 @@ class Engine:
         """Return what the next step waits for."""
         target, held = self.settings.target, self.state.held(self.settings.target)
         why = [f"tenant {name!r} is at its share of max_held_bytes" for name in sorted(self.acceptance.full) if name]
-        if held >= target.amount:
+        lacking = self._lacking_envs()
+        why += lacking
+        if held >= target.amount and not lacking:
             why.append(f"{self.settings.replay.limiter} holds it back")
         if stale := self.acceptance.stale_in_a_row:
             why.append(
@@ -324,9 +338,23 @@ class Engine:
         if waiting := self.state.late.waiting:
             names = sorted({name for group in waiting.values() for name in group.awaited.columns})
             why.append(f"{len(waiting)} groups wait for {', '.join(names)}")
+        filtered = self.acceptance.filtered_in_a_row
+        if filtered.total() >= MANY_FILTERED:
+            reasons = ", ".join(reason for reason, _ in filtered.most_common(3))
+            why.append(f"the last {filtered.total():,} groups were filtered: {reasons}")
         if self.state.quarantined:
             why.append(f"{len(self.state.quarantined)} groups are in quarantine")
         return "; ".join([f"generation: {held} of {target}", *why])
+
+    def _lacking_envs(self) -> list[str]:
+        """Return the environments that the next step waits for, with what it has and needs of each."""
+        groups, tables = self.settings.target.groups, self.tenant_tables
+        if tables.env_unit is None:
+            return []
+        if groups is None:
+            return [f"environment {env!r}: none" for env in sorted(tables.members) if not len(tables.table(env))]
+        quotas = {env: (len(tables.table(env)), quota) for env, quota in tables.quotas(groups).items()}
+        return [f"environment {env!r}: {have} of {quota}" for env, (have, quota) in quotas.items() if have < quota]
 
     # -------------------------------------------------------------- quarantine
 
@@ -335,7 +363,7 @@ class Engine:
         tenants = {self.state.rows[op].run: reason for op, reason in bad.items()}
         self.recorder.decide(Quarantine(groups=dict(bad)))
         self.counts["groups_quarantined"] += len(bad)
-        for tenant in sorted(tenants.keys() & self.tenant_tables.members):
+        for tenant in sorted(tenants.keys() & self.tenant_tables.members) if not self.settings.env_weights else ():
             self._judge(tenant, tenants[tenant])
 
     def _judge(self, tenant: str, error: str) -> None:

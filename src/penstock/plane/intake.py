@@ -172,9 +172,10 @@ class Intake:
         self.limits = limits_of(settings)
         self._late = settings.late_columns
 
-    def run_of(self, frame: Buffer) -> str:
-        """Return the tenant that a frame names, without reading its body."""
-        return next(iter(read_head(frame, limits=self.limits).text["run"]), "")
+    def names_of(self, frame: Buffer) -> tuple[str, str]:
+        """Return the tenant and the environment that a frame names, without reading its body."""
+        text = read_head(frame, limits=self.limits).text
+        return next(iter(text["run"]), ""), next(iter(text["env"]), "")
 
     def look_at(self, group: Incoming, *, may_read: bool = True) -> bool:
         """Check a group that a client wrote to storage. Returns False if the frame must be read for that and `may_read`

@@ -21,6 +21,7 @@ from penstock.log import AdmitGroup, AttachColumn, Discard, Record, State
 from penstock.plane.acceptance import MAX_ID, Acceptance
 from penstock.plane.late_admission import Verdict, admit, origins_of
 from penstock.plane.late_groups import WaitingGroup
+from penstock.plane.outcomes import summary_of
 from penstock.plane.recorder import Recorder, ends_plane, failure_text
 from penstock.plane.settings import PlaneSettings
 from penstock.protocol import MAX_ASKED, MAX_REASON, AttachValues
@@ -161,6 +162,7 @@ class LateDecisions:
             for op, verdict in turn.verdicts.items():  # dropped ones too, for runs that keep everything
                 kinds = tuple(sorted(verdict.metadata.kinds.items()))
                 recorder.log.set_metadata(op, verdict.metadata.to_bytes(), kinds)
+                recorder.log.add_summaries([(op, summary_of(verdict.metadata))])
         for op, record in numbered:
             recorder.state.redo(op, record)
         for verdict in turn.verdicts.values():

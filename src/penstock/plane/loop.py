@@ -33,6 +33,7 @@ from penstock.plane.column_leases import ColumnLeases
 from penstock.plane.damage import Damage, Look, look_at_frame
 from penstock.plane.effect_runner import EffectRunner, admission_of, coordinator_of, decide, sign_of_life
 from penstock.plane.engine import Engine
+from penstock.plane.feedback import FeedbackReaders
 from penstock.plane.leases import Leases
 from penstock.plane.opening import storage_of
 from penstock.plane.peers import may_write, poller_of, writer_of
@@ -48,6 +49,7 @@ from penstock.protocol import (
     MAX_ASKED,
     Accepted,
     Ask,
+    AskFeedback,
     AskGroups,
     AskRoom,
     Attach,
@@ -156,6 +158,7 @@ class PlaneLoop:
             hold_s=settings.timeouts.heartbeat_s,
             is_training=lambda: self.coordinator.is_training,
         )
+        self._readers = FeedbackReaders(self.engine)
         self._signing = UrlSigning(self.engine, self._workers, self.admission, self._effects.do)
         self._columns = ColumnLeases(self.engine, self.leases, self._workers, self.admission, self._effects.do)
         self._retry_at = self._look_at = 0.0
@@ -258,6 +261,8 @@ class PlaneLoop:
         self._effects.carry_out(self.damage.turn())
         self._effects.carry_out(self.coordinator.on_tick(now))
         self._admit(self.admission.offer_room(now))
+        for answer in self._readers.turn(now):
+            self._effects.do(answer)
         self._send_answers()
         self.run_logger.look()
         self._on_turn()
@@ -330,6 +335,8 @@ class PlaneLoop:
             self.tasks.on_message(peer, message, now)
         elif isinstance(message, LeaseColumns):
             self._columns.on_message(peer, message, now)
+        elif isinstance(message, AskFeedback):
+            self._on_reader(peer, message, now)
         elif isinstance(message, Ask):
             self._send(peer, Status(ticket=message.ticket, text=msgspec.json.encode(self.status())))
         elif isinstance(message, _ADMITTED):
@@ -371,6 +378,14 @@ class PlaneLoop:
             self._effects.do(self.admission.attached(one.ticket, one.error, one.new, one.known, one.late))
         with suppress(DiskFull):  # the next turn tries again
             self.engine.late.tick(now)
+
+    def _on_reader(self, peer: Peer, message: AskFeedback, now: float) -> None:
+        try:
+            answer = self._readers.ask(peer, message, now)
+        except InvalidInput as error:
+            answer = self.admission.answer((peer, message.ticket), error)
+        if answer is not None:
+            self._effects.do(answer)
 
     def _decide(self, effect: Decide) -> Send:
         if isinstance(effect.message, (Discard, SettleGroup, SetWeight)):

@@ -134,10 +134,10 @@ class Pipeline:
             filters=filters,
         )
         try:
-            run = self._intake.run_of(frame) if self._has_tenants else ""
+            names = self._intake.names_of(frame) if self._has_tenants else ("", "")
         except CorruptFrame as error:
             return Outcome(ticket, error)
-        found = self._acceptance.offer(incoming, run, claim=claim)
+        found = self._acceptance.offer(incoming, self._recorder.tenant_tables.key_of(*names), claim=claim)
         if isinstance(found, Outcome):
             return found
         if found:
@@ -149,7 +149,7 @@ class Pipeline:
         """Offer a group whose frame the client has written to storage."""
         try:
             size = parse_location(put.location).size
-            run = GroupMetadata.from_bytes(put.metadata).run if self._has_tenants else ""
+            run = self._key_of(put.metadata) if self._has_tenants else ""
         except CorruptFrame as error:
             return Outcome(ticket, error)
         group = Incoming(
@@ -207,9 +207,13 @@ class Pipeline:
             self._segments.expect(put.location, writer)
             self._segments.reject(put.location)
 
+    def _key_of(self, metadata: bytes) -> str:
+        found = GroupMetadata.from_bytes(metadata)
+        return self._recorder.tenant_tables.key_of(found.run, found.env[0])
+
     @property
     def _has_tenants(self) -> bool:
-        """Whether a group's tenant decides if there is room for it."""
+        """Whether a group's tenant or environment decides if there is room for it."""
         tables = self._recorder.tenant_tables
         return bool(tables.members or tables.evicted)
 

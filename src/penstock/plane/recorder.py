@@ -15,12 +15,12 @@ from typing import Any, TypeAlias
 
 from penstock.errors import ConfigError, CorruptFile, DiskFull, Fenced, PenstockError, StorageError, WaitTimeout
 from penstock.frames import EvalMetadata
-from penstock.log import Discard, GroupRow, Log, Record, Shorten, State, numbers_taken
+from penstock.log import Discard, GroupOutcome, GroupRow, Log, Record, Shorten, State, numbers_taken
 from penstock.plane.evaluations import Evaluations
 from penstock.plane.manifest import read_manifest
 from penstock.plane.remembered import keeps_all
 from penstock.plane.segments import Segments
-from penstock.plane.settings import PlaneSettings, Replay
+from penstock.plane.settings import PlaneSettings, Replay, Unit
 from penstock.plane.snapshot import Saved
 from penstock.plane.state import PlaneState
 from penstock.plane.telemetry import COUNTS
@@ -63,18 +63,21 @@ class Recorder:
             settings.replay,
             retain_steps=settings.retain_steps,
             keeps_all=self.keeps_all,
+            env_unit=settings.env_unit,
         )
         self.state.free_evaluations(settings.retain_eval_bytes)
         found = self.log.snapshot()
         self.saved_op = 0 if found is None else found[0]
 
-    def decide(self, record: Record) -> None:
-        """Record a decision, then apply it."""
+    def decide(self, record: Record, event: GroupOutcome | None = None) -> None:
+        """Record a decision, with the event that it is, then apply it."""
         op = self.state.op + 1
         with self.transaction():
             self.log.add_record(op, record)
             if isinstance(record, (Discard, Shorten)) and record.key:
                 self.log.add_discard(record.key)
+            if event is not None:
+                self.state.outcomes.say(event)
         self.state.redo(op, record)
 
     def decide_all(self, records: Sequence[Record]) -> list[int]:
@@ -96,11 +99,15 @@ class Recorder:
 
         In this order: the log forgets frames, the transaction is durable, storage deletes them. A crash in between
         leaves bytes that the log still lists as free; the other order could delete what the log still needs."""
-        with self.log.transaction():
-            yield
-            self.state.write(self.log)
-            freed = self.state.freeing.locations
-            self.segments.write(freed)
+        try:
+            with self.log.transaction():
+                yield
+                self.state.write(self.log)
+                freed = self.state.freeing.locations
+                self.segments.write(freed)
+        except BaseException:
+            self.state.outcomes.undo()
+            raise
         self.state.written()
         self.segments.written(freed)
         self.state.freeing.done()
@@ -134,15 +141,18 @@ def run_at_once(job: Job, then: Then) -> None:
         then(result)
 
 
-def rebuild(log: Log, replay: Replay, *, retain_steps: int, keeps_all: bool = False) -> PlaneState:
+def rebuild(
+    log: Log, replay: Replay, *, retain_steps: int, keeps_all: bool = False, env_unit: Unit | None = None
+) -> PlaneState:
     """Restore the last snapshot and apply the decisions recorded since, in order."""
-    state = PlaneState(replay, retain_steps=retain_steps, keeps_all=keeps_all)
+    empty = partial(PlaneState, replay, retain_steps=retain_steps, keeps_all=keeps_all, env_unit=env_unit)
+    state = empty()
     found = log.snapshot()
     saved = None if found is None else Saved.from_bytes(found[1], repr(replay))
     try:
         rows = {} if saved is None else state.load(saved, log)
     except CorruptFile:  # the snapshot is of another version: start from the beginning
-        state, rows = PlaneState(replay, retain_steps=retain_steps, keeps_all=keeps_all), {}
+        state, rows = empty(), {}
     since, recorded = state.op, list(log.steps(first=state.oldest_step))
     records = dict(log.records(after=since))
     steps = {op: (step, manifest, at) for step, op, manifest, at in recorded if op > since}
@@ -166,6 +176,7 @@ def rebuild(log: Log, replay: Replay, *, retain_steps: int, keeps_all: bool = Fa
     state.retire(log.meta("oldest_step", 1))
     # A run with retain="all" frees nothing. Do not read the list of its frames, which grows with the run.
     frames = set() if keeps_all else log.with_frames()
+    state.outcomes.load(log)
     state.keep_differences(rows.values(), {step: at for step, _, _, at in recorded}, frames)
     _free_left(state, log, frames)
     return state

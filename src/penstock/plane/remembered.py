@@ -46,8 +46,21 @@ def check_settings(settings: PlaneSettings, log: Log) -> None:
             f"ranks: {ranks}, and steps that are not trained yet are planned for {planned}; train and commit them with "
             f"{planned} ranks first, or begin a new folder"
         )
+    tables_by = "env" if settings.env_weights else ""
+    if log.last_op and log.text("tables_by") != tables_by:
+        now = f"env_weights is {settings.env_weights or 'empty'}"
+        raise ConfigError(
+            f"{now}, and the run began {'without it' if tables_by else 'with some'}; its groups wait in other tables: "
+            "open it as it began (weights may change), or begin a new folder"
+        )
     _log_changes(settings, log)
-    _remember(log, {"replay": replay, "ranks": ranks, "storage": _storage(settings)}, as_toml(settings))
+    values: dict[str, int | str] = {
+        "replay": replay,
+        "ranks": ranks,
+        "storage": _storage(settings),
+        "tables_by": tables_by,
+    }
+    _remember(log, values, as_toml(settings))
 
 
 def _remember(log: Log, values: dict[str, int | str], settings: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta
 
@@ -28,6 +28,7 @@ _BESIDE_BYTES = 1 << 20
 
 _SIGNED = tuple(f"{scheme}://" for scheme in SIGNED_SCHEMES)
 
+Unit: TypeAlias = Literal["groups", "samples", "tokens"]
 Listen = Annotated[
     tuple[str, ...],
     Meta(
@@ -71,7 +72,7 @@ class Target:
             )
 
     @property
-    def unit(self) -> Literal["groups", "samples", "tokens"]:
+    def unit(self) -> Unit:
         """What the target counts."""
         if self.groups is not None:
             return "groups"
@@ -274,12 +275,26 @@ class PlaneSettings:
     ] = field(default_factory=dict)
     replay: ReplaySection = field(default_factory=Replay)
     timeouts: TimeoutsSection = field(default_factory=Timeouts)
+    env_weights: Annotated[
+        dict[str, Annotated[float, Meta(gt=0)]],
+        Meta(
+            description="environments that share each step, as named in their samples' `env`, each with its weight: a "
+            "step takes from each in proportion and waits for one that has too few groups; groups of other "
+            "environments are rejected; empty: steps do not look at environments"
+        ),
+    ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check(self)
-        for setting, name in (("run", self.run), *(("shares", share) for share in self.shares)):
+        named = (("shares", self.shares), ("env_weights", self.env_weights))
+        for setting, name in (("run", self.run), *((setting, name) for setting, names in named for name in names)):
             if problem := run_name_problem(name):
                 raise ConfigError(f"{setting}: {problem}")
+        if self.shares and self.env_weights:
+            raise ConfigError(
+                f"shares: {self.shares} with env_weights {self.env_weights}; groups wait in tables by tenant or by "
+                "environment: give one of the two"
+            )
         if self.log is not None:
             check_address(self.log)
         address = None if self.storage is None else address_of(self.storage)  # raises where credentials are in it
@@ -288,8 +303,9 @@ class PlaneSettings:
                 f"sign_puts_s: {self.sign_puts_s:g} with storage {address!r}; URLs can be signed for "
                 f"{' and '.join(_SIGNED)}; give such a storage, or leave sign_puts_s out"
             )
-        if "" in self.shares:
-            raise ConfigError(f"shares: '' has {self.shares['']}; give each tenant a name")
+        for setting, names in named:
+            if "" in names:
+                raise ConfigError(f"{setting}: '' has {names['']}; give each a name")
         table = table_with(self.packing.own)
         for name in self.needs:
             if name not in table:
@@ -309,6 +325,10 @@ class PlaneSettings:
     def late_columns(self) -> tuple[str, ...]:
         """The columns that a group may wait for."""
         return () if self.needs_deadline_s is None else tuple(name for name in self.needs if name in LATE_COLUMNS)
+
+    def env_unit(self) -> Unit | None:
+        """What environments share of a step; None if groups do not wait by environment."""
+        return self.target.unit if self.env_weights else None
 
     @property
     def max_message_bytes(self) -> int:

@@ -65,8 +65,9 @@ from penstock.plane.late_groups import COLUMN, LateGroups
 from penstock.plane.lease_book import RETURNED, LeaseBook
 from penstock.plane.ledger import Ledger
 from penstock.plane.manifest import Manifest, read_manifest
+from penstock.plane.outcomes import Outcomes
 from penstock.plane.priorities import Reports
-from penstock.plane.settings import Replay, Target
+from penstock.plane.settings import Replay, Target, Unit
 from penstock.plane.snapshot import Saved
 from penstock.plane.task_book import TaskBook
 from penstock.plane.tenant_tables import TenantTables
@@ -81,7 +82,9 @@ _UNUSABLE = (State.DROPPED, State.QUARANTINED)
 class PlaneState:
     """Groups, steps, replay tables and the ledger."""
 
-    def __init__(self, replay: Replay, *, retain_steps: int, keeps_all: bool = False) -> None:
+    def __init__(
+        self, replay: Replay, *, retain_steps: int, keeps_all: bool = False, env_unit: Unit | None = None
+    ) -> None:
         self.ledger = Ledger()
         self.policy_version = 0
         """The policy version that the trainer published last."""
@@ -109,9 +112,12 @@ class PlaneState:
         """Groups that were accepted and are trained, or may be."""
         self.late = LateGroups(self.leases)
         """Groups that wait for columns."""
+        self.outcomes = Outcomes()
         self.quarantined: dict[int, GroupRow] = {}
         """Groups in quarantine, by op."""
-        self.tenant_tables = TenantTables(replay, lambda key, reason: self._left.append((str(key), str(reason))))
+        self.tenant_tables = TenantTables(
+            replay, lambda key, reason: self._left.append((str(key), str(reason))), env_unit
+        )
         self.rows: dict[int, GroupRow] = {}
         self.by_id: dict[str, int] = {}
         self.steps: dict[int, Manifest] = {}
@@ -422,6 +428,7 @@ class PlaneState:
                 changed.setdefault(to, []).append(op)
         for (state, reason), ops in changed.items():
             log.set_groups(ops, state, reason)
+        self.outcomes.write(log, self, changed)
         for step, state in self._unwritten_steps.items():
             log.set_steps(step, step, state)
         if self.freeing.ops:
@@ -431,6 +438,11 @@ class PlaneState:
             log.set_manifest(step, msgspec.msgpack.encode(slim))
         if self.freeing.ops or self._to_slim:
             log.set_meta("oldest_step", self.oldest_step)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a transaction would write events or states now."""
+        return len(self._unwritten) > len(self._drawn) or self.outcomes.told_step != max(self.next_step - 1, 0)
 
     def state_of(self, op: int, recorded: State, reason: str) -> tuple[State, str]:
         """Return the state of a group and why, given what the log has. The log may be behind by one transaction."""
@@ -444,6 +456,7 @@ class PlaneState:
         self._unwritten = {op: change for op, change in self._unwritten.items() if op in held_back}
         self._unwritten_steps, self._to_slim = {}, []
         self.slim.clear()
+        self.outcomes.written()
 
     def _settle(self) -> None:
         """Settle groups that left their table: with the last step that used them, or as dropped. Queued groups move

@@ -367,6 +367,7 @@ def status_of(engine: Engine, coordinator: Coordinator, admission: Admission) ->
         | engine.acceptance.generated.metrics()
         | engine.state.evaluations.metrics(),
         "reported": engine.numbers,
-        "tenants": engine.tenants(),
+        "tenants": {} if settings.env_weights else engine.tenants(),
+        "envs": engine.tenants() if settings.env_weights else {},
         "storage": engine.segments.status(),
     }

@@ -4,6 +4,10 @@ Without shares there is one table for everything. With shares, the groups of eac
 takes tokens from every tenant that has groups waiting, in proportion to the shares; what one tenant leaves free goes to
 the others. An evicted tenant loses its waiting groups, and its puts are rejected from then on.
 
+With `env_weights` the same tables hold environments instead of tenants. A step then takes from every environment in
+proportion to its weight, and waits for one that has too few groups: taking from the others would give most of each step
+to the environment that generates fastest, whatever the weights say.
+
 Undoing a step puts its groups back, and other groups may have taken their room since. Returned groups then queue before
 their table until there is room, and no put is accepted into a table with a queue.
 """
@@ -18,7 +22,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import ConfigError, Evicted, InvalidInput, PenstockError, UnknownKey, WaitTimeout
 from penstock.log import GroupRow
-from penstock.plane.settings import Target
+from penstock.plane.settings import Target, Unit
 from penstock.plane.snapshot import SavedTables
 from penstock.replay import Drawing, Key, OnEvict, Replay, Table
 
@@ -85,6 +89,11 @@ class FairShare:
         return other
 
 
+_COUNTS: dict[Unit, Callable[[GroupRow], int]] = {
+    "groups": lambda _row: 1,
+    "samples": lambda row: row.samples,
+    "tokens": lambda row: row.tokens,
+}
 Look = Callable[[Key], GroupRow]
 """Returns the row of the group with a key."""
 
@@ -103,9 +112,11 @@ class Waiting(NamedTuple):
 class TenantTables:
     """One table per tenant, or one for everything."""
 
-    def __init__(self, replay: Replay, on_evict: OnEvict) -> None:
+    def __init__(self, replay: Replay, on_evict: OnEvict, env_unit: Unit | None = None) -> None:
+        self.env_unit = env_unit
+        """What environments share of a step. None: tables are of tenants, or there is one for everything."""
         self.shares = FairShare()
-        """What each tenant is owed, in tokens."""
+        """What each tenant is owed in tokens, or each environment in the unit of the step's target."""
         self.members: set[str] = set()
         """Tenants that have a share; empty without tenants."""
         self.evicted: dict[str, str] = {}
@@ -139,8 +150,18 @@ class TenantTables:
         for waiting in self.lines.pop(tenant, []):
             self._on_evict(waiting.key, "cleared")
 
+    def key_of(self, run: str, env: str) -> str:
+        """Return what decides in which table a group waits: its environment, or its tenant."""
+        return run if self.env_unit is None else env
+
     def table_for(self, tenant: str) -> str:
-        """Return the table for groups of a tenant. Raises Evicted, UnknownKey or InvalidInput."""
+        """Return the table for groups of a tenant or environment. Raises Evicted, UnknownKey or InvalidInput."""
+        if self.env_unit is not None and tenant not in self.members:
+            known = ", ".join(map(repr, sorted(self.members)))
+            raise UnknownKey(
+                f"environment {tenant!r}: has no weight in this plane, which has {known}; add it to env_weights, or "
+                "put samples with another `env`"
+            )
         if tenant in self.evicted:
             raise Evicted(
                 f"tenant {tenant!r}: evicted: {self.evicted[tenant]}; "
@@ -258,10 +279,14 @@ class TenantTables:
             apart = sum(target.measure(row.samples, row.tokens) for row in in_line)
             return target if held - apart >= target.amount else None
         waiting = {table_name: table for table_name, table in sorted(self.tables.items()) if len(table)}
-        if len(waiting) < 2:
+        if len(waiting) < 2 and self.env_unit is None:
             return {
                 table_name: target.groups for table_name, table in waiting.items() if len(table) >= target.groups
             } or None
+        if self.env_unit is not None:
+            quotas = self.quotas(target.groups)
+            enough = all(self.table(env).may_sample(quota) for env, quota in quotas.items() if quota)
+            return {env: quota for env, quota in quotas.items() if quota} if enough else None
         queues = {table_name: iter(table.keys()) for table_name, table in waiting.items()}
         shares, counts, have = self.shares.copy(), dict.fromkeys(waiting, 0), 0
         while queues and have < target.amount:
@@ -275,6 +300,18 @@ class TenantTables:
             have += 1
             shares.charge(table_name, row.tokens)
         return {table_name: count for table_name, count in counts.items() if count} if have >= target.amount else None
+
+    def quotas(self, groups: int) -> dict[str, int]:
+        """Return how many groups of each environment make the next step.
+
+        Weights 2 and 1, steps of 4 groups: 3 and 1, 2 and 2, 3 and 1: what rounding gives to one is owed to the
+        other."""
+        shares, counts = self.shares.copy(), dict.fromkeys(sorted(self.members), 0)
+        for _ in range(groups):
+            env = shares.most_owed(counts)
+            counts[env] += 1
+            shares.charge(env, 1)
+        return counts
 
     def draw(self, what: Mapping[str, int] | Target, look: Look, *, one_by_one: bool = False) -> tuple[int, ...]:
         """Take groups for a step. Raises WaitTimeout if there are too few. `one_by_one` repeats a draw by target."""
@@ -306,12 +343,14 @@ class TenantTables:
                     raise WaitTimeout(f"{have} of {target} may be drawn now")
                 table_name = shares.most_owed(busy)
                 key = drawings[table_name].pick()
+                if key is None and self.env_unit is not None:
+                    raise WaitTimeout(f"environment {table_name!r} has too few groups for {target}")
                 if key is None:
                     busy.remove(table_name)
                     continue
                 row = look(key)
                 have += target.measure(row.samples, row.tokens)
-                shares.charge(table_name, row.tokens)
+                shares.charge(table_name, self._price(row))
         except PenstockError:
             for drawing in drawings.values():
                 drawing.undo()
@@ -333,16 +372,25 @@ class TenantTables:
         taken = {name: drawing.take() for name, drawing in sorted(drawings.items()) if len(drawing)}
         return self._charge(taken, sorted(drawings), look)
 
+    def _price(self, row: GroupRow) -> int:
+        """Return what a group is charged for."""
+        return row.tokens if self.env_unit is None else _COUNTS[self.env_unit](row)
+
     def _busy(self) -> list[str]:
+        """Return the tables that take part in a step: those that hold groups; of environments all."""
+        if self.env_unit is not None:
+            for name in self.members:
+                self.table(name)  # made on first use
+            return sorted(self.members)
         return sorted(table_name for table_name, table in self.tables.items() if len(table))
 
     def _charge(self, taken: Mapping[str, list[tuple[Key, Any]]], busy: list[str], look: Look) -> tuple[int, ...]:
         for table_name, groups in taken.items():
-            tokens = sum(look(key).tokens for key, _ in groups)
-            self.taken[table_name] += tokens
-            self.shares.charge(table_name, tokens)
+            rows = [look(key) for key, _ in groups]
+            self.taken[table_name] += sum(row.tokens for row in rows)
+            self.shares.charge(table_name, sum(map(self._price, rows)))
         self.shares.settle(busy)
-        for table_name in busy:
+        for table_name in busy if self.env_unit is None else ():  # an environment without groups is waited for
             if not len(self.tables[table_name]):
                 self.shares.forget(table_name)
         return tuple(int(op) for groups in taken.values() for _, op in groups)

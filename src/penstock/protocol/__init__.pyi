@@ -16,6 +16,7 @@ from penstock.protocol.effects import Send as Send
 from penstock.protocol.effects import StepCommitted as StepCommitted
 from penstock.protocol.effects import StepReceived as StepReceived
 from penstock.protocol.effects import Suspect as Suspect
+from penstock.protocol.feedback_event import FeedbackEvent as FeedbackEvent
 from penstock.protocol.message_header import MAX_HEADER as MAX_HEADER
 from penstock.protocol.message_header import Packer as Packer
 from penstock.protocol.message_header import pack_message as pack_message
@@ -25,15 +26,18 @@ from penstock.protocol.message_header import run_of as run_of
 from penstock.protocol.messages import MAX_ASKED as MAX_ASKED
 from penstock.protocol.messages import MAX_LEASES as MAX_LEASES
 from penstock.protocol.messages import MAX_NAME as MAX_NAME
+from penstock.protocol.messages import MAX_PAGE as MAX_PAGE
 from penstock.protocol.messages import MAX_PROMPT_BYTES as MAX_PROMPT_BYTES
 from penstock.protocol.messages import MAX_PROMPTS as MAX_PROMPTS
 from penstock.protocol.messages import MAX_REASON as MAX_REASON
 from penstock.protocol.messages import MAX_SCORED as MAX_SCORED
+from penstock.protocol.messages import MAX_SHOWN as MAX_SHOWN
 from penstock.protocol.messages import MAX_TASKS as MAX_TASKS
 from penstock.protocol.messages import OVER_LENGTH as OVER_LENGTH
 from penstock.protocol.messages import Accepted as Accepted
 from penstock.protocol.messages import AddPrompts as AddPrompts
 from penstock.protocol.messages import Ask as Ask
+from penstock.protocol.messages import AskFeedback as AskFeedback
 from penstock.protocol.messages import AskGroups as AskGroups
 from penstock.protocol.messages import AskRoom as AskRoom
 from penstock.protocol.messages import Attach as Attach
@@ -44,6 +48,7 @@ from penstock.protocol.messages import Buffer as Buffer
 from penstock.protocol.messages import Bundle as Bundle
 from penstock.protocol.messages import ColumnsLeased as ColumnsLeased
 from penstock.protocol.messages import Discard as Discard
+from penstock.protocol.messages import Feedback as Feedback
 from penstock.protocol.messages import Frames as Frames
 from penstock.protocol.messages import FromClient as FromClient
 from penstock.protocol.messages import FromPlane as FromPlane

@@ -116,10 +116,11 @@ class Admission:
         max_frame: int = 0,
         may_write: Callable[[Peer], bool] = lambda _peer: False,
         signs: bool = False,
+        by_env: bool = False,
     ) -> None:
         """`storage` is where clients may read and write themselves. `may_write` tells whose metadata is trusted. With
         `signs`, clients write with URLs that the plane signs."""
-        self._signs = signs
+        self._signs, self._by_env = signs, by_env
         self._max_frame, self._drops_long = max_frame, drops_long
         self._storage, self._seq_len, self._may_write = storage, seq_len, may_write
         self._run, self._run_id, self._epoch, self._ranks = run, run_id, epoch, ranks
@@ -157,6 +158,7 @@ class Admission:
                 max_frame=self._max_frame,
                 drops_long=self._drops_long,
                 signs=self._signs,
+                by_env=self._by_env,
             ),
         )
 

@@ -16,6 +16,7 @@ import msgspec
 
 from penstock.arrays import MAX_TEXT, MAX_VERSION, run_name_problem
 from penstock.errors import InvalidInput
+from penstock.protocol.feedback_event import FeedbackEvent
 
 SCHEMA = 2
 Version: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
@@ -45,6 +46,10 @@ MAX_PROMPT_BYTES = 64 << 10
 """Bytes of a prompt's payload."""
 MAX_PROMPTS = 1 << 22
 """Prompts of a list."""
+MAX_PAGE = 256
+"""Events of groups asked for with one message, at most."""
+MAX_SHOWN = 256
+"""Samples of a discard whose rewards and lengths are sent, at most."""
 BEHIND: Frames = (b"",)
 """An empty payload. It sends a message over the payload connection, so that it cannot overtake earlier payloads."""
 
@@ -307,6 +312,8 @@ class Attached(_Message, frozen=True, tag="attached"):
     """Bytes of the largest frame the plane takes. A larger one ends the connection. 0 if unknown."""
     signs: bool = False
     """Whether a client that writes frames itself asks the plane for signed URLs, and needs no credentials."""
+    by_env: bool = False
+    """Whether groups wait by their environment (`env_weights`), not by their tenant."""
 
 
 class Foreign(_Message, frozen=True, tag="foreign"):
@@ -393,7 +400,7 @@ class AskRoom(_Message, frozen=True, tag="ask-room"):
     ticket: int
     """The ticket of the put."""
     tenant: str
-    """The `run` of the group's samples."""
+    """The `run` of the group's samples, or their `env` where groups wait by environment."""
     size: int
     waits: bool = True
     """Whether to wait until there is room. Otherwise the answer is for now."""
@@ -485,6 +492,15 @@ class Discard(_Message, frozen=True, tag="discard"):
     samples: int
     key: str = ""
     """Counted once per key, however often it is sent. Empty counts each time."""
+    group: str = ""
+    """The group they would have been part of, for feedback. So are the fields below."""
+    prompt: str = ""
+    env: str = ""
+    tenant: str = ""
+    rewards: tuple[float | None, ...] = ()
+    """Of these samples, at most `MAX_SHOWN`; None: not scored. Empty: not known."""
+    lengths: tuple[int, ...] = ()
+    """Their tokens."""
 
 
 class SettleGroup(_Message, frozen=True, tag="settle"):
@@ -676,6 +692,26 @@ class TasksLeased(_Message, frozen=True, tag="tasks-leased"):
     policy_version: int | None = None
 
 
+class AskFeedback(_Message, frozen=True, tag="ask-feedback"):
+    """Asks for events: what became of groups."""
+
+    ticket: int
+    after: str = ""
+    """The cursor of the last event that the reader has. Empty: from the start."""
+    most: int = MAX_PAGE
+    wait_s: float = 0.0
+    """How long the answer may wait for an event, if there is none yet."""
+
+
+class Feedback(_Message, frozen=True, tag="feedback"):
+    """Answers `AskFeedback`."""
+
+    ticket: int
+    events: tuple[FeedbackEvent, ...]
+    newest: int
+    """The number of the newest event."""
+
+
 FromRank: TypeAlias = Hello | Request | Received | Commit | Report | Fail | Damaged | Beat | Bye
 FromProducer: TypeAlias = (
     Put
@@ -696,6 +732,7 @@ FromProducer: TypeAlias = (
     | OfferPrompts
     | AddPrompts
     | LeaseTasks
+    | AskFeedback
 )
 One: TypeAlias = FromRank | FromProducer | Attach
 FromClient: TypeAlias = One | Bundle
@@ -726,12 +763,20 @@ FromPlane: TypeAlias = (
     | Renewed
     | PromptsOffered
     | TasksLeased
+    | Feedback
 )
 
 
 # ------------------------------------------------------------------ limits of names
 
-_MAX_CHARACTERS = {"reason": MAX_REASON, "key": MAX_KEY, "group": MAX_TEXT, "tenant": MAX_TEXT}
+_MAX_CHARACTERS = {
+    "reason": MAX_REASON,
+    "key": MAX_KEY,
+    "group": MAX_TEXT,
+    "tenant": MAX_TEXT,
+    "prompt": MAX_TEXT,
+    "env": MAX_TEXT,
+}
 """By field of a decision."""
 
 
@@ -745,5 +790,17 @@ def check_decision(message: Discard | SettleGroup | SetWeight) -> None:
         value = getattr(message, field, "")
         if len(value) > most:
             raise InvalidInput(f"{field}: {value[:40]!r}... has {len(value):,} characters; give at most {most:,}")
+    if isinstance(message, Discard) and (problem := _discard_problem(message)):
+        raise InvalidInput(problem)
     if isinstance(message, SetWeight) and message.weight and (problem := run_name_problem(message.tenant)):
         raise InvalidInput(f"tenant: {problem}")
+
+
+def _discard_problem(message: Discard) -> str:
+    """Return what is wrong with the numbers of a discard, or ""."""
+    for field, values in (("rewards", message.rewards), ("lengths", message.lengths)):
+        if len(values) > min(message.samples, MAX_SHOWN):
+            return f"{field}: {len(values):,} for {message.samples:,} samples; give at most one each, of {MAX_SHOWN}"
+    if any(not 0 <= length < 1 << 32 for length in message.lengths):
+        return f"lengths: {max(message.lengths)} to {min(message.lengths)}; give tokens, from 0 to {(1 << 32) - 1:,}"
+    return ""

@@ -49,6 +49,7 @@ from penstock.protocol.messages import (
     Attached,
     Buffer,
     ColumnsLeased,
+    Feedback,
     Foreign,
     FromClient,
     FromPlane,
@@ -87,6 +88,7 @@ Answer: TypeAlias = (
     | TasksLeased
     | ValuesAttached
     | ColumnsLeased
+    | Feedback
 )
 _ANSWERS = (
     Accepted,
@@ -100,6 +102,7 @@ _ANSWERS = (
     TasksLeased,
     ValuesAttached,
     ColumnsLeased,
+    Feedback,
 )
 """Messages that answer a request by its ticket and end it."""
 
@@ -127,6 +130,8 @@ class PutRequest:
     """Bytes of the frame, if the caller writes it."""
     run: Callable[[], str] = str
     """Returns the tenant of its samples. Called only if room must be asked for, because it parses the frame's head."""
+    env: Callable[[], str] = str
+    """Returns the environment of its samples."""
     waits: bool = True
     """Whether to hold the group here while the plane has no room, instead of answering `Overloaded`."""
     evaluation: bool = False
@@ -141,7 +146,7 @@ class _Put(Pending):
     """A group that is not acknowledged yet."""
 
     run: Callable[[], str] = str
-    """Returns the tenant of its samples."""
+    """Returns what decides where it waits: the tenant of its samples, or their environment."""
     waits: bool = True
     """Whether it may wait for room."""
     refused: Rejected | None = None
@@ -205,6 +210,8 @@ class ProducerSession:
         self.run, self.where = run, where
         self.run_id = NO_RUN
         """The run this client belongs to. Sent with every message."""
+        self.by_env = False
+        """Whether groups wait for room by their environment, not by their tenant."""
         self.policy_version: int | None = None
         """The last published version of the weights that this client knows of."""
         self._tickets = itertools.count(1)
@@ -217,6 +224,11 @@ class ProducerSession:
         """Bytes of the largest frame the plane takes, or 0 if unknown."""
         self._attach: Pending | None = None
         self._contact = Contact(self.timeouts.plane_s / 4)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the plane has answered once, so that this client knows the run."""
+        return self.run_id != NO_RUN
 
     # -------------------------------------------------------------- questions
 
@@ -256,7 +268,7 @@ class ProducerSession:
             now,
             self.timeouts.resend_s,
             [] if put.frame is None else [put.frame],
-            run=put.run,
+            run=lambda: put.env() if self.by_env else put.run(),
             waits=put.waits,
             size=put.size if put.frame is None else len(put.frame),
             is_unwritten=put.frame is None,
@@ -384,6 +396,7 @@ class ProducerSession:
         if self.run_id != NO_RUN:
             return []
         self.run_id, self._attach, self._max_frame = message.run_id, None, message.max_frame
+        self.by_env = message.by_env
         rejected = [event for question in list(self._open.values()) if (event := self._too_large(question))]
         for question in self._open.values():
             question.restart(now, self.timeouts.resend_s)

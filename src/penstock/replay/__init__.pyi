@@ -3,6 +3,10 @@ from penstock.replay.batch import Batch as Batch
 from penstock.replay.by_priority import MaxPriority as MaxPriority
 from penstock.replay.by_priority import MinPriority as MinPriority
 from penstock.replay.core import OnEvict as OnEvict
+from penstock.replay.curricula import Curriculum as Curriculum
+from penstock.replay.curricula import DifficultyPools as DifficultyPools
+from penstock.replay.curricula import Sequential as Sequential
+from penstock.replay.curricula import Thompson as Thompson
 from penstock.replay.drawing import Drawing as Drawing
 from penstock.replay.fifo_lifo import Fifo as Fifo
 from penstock.replay.fifo_lifo import Lifo as Lifo

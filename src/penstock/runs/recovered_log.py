@@ -36,7 +36,7 @@ from penstock.log import (
     typed_errors,
 )
 from penstock.log import NAME as WITNESS
-from penstock.plane import OWN, Manifest
+from penstock.plane import OWN, Manifest, summary_of
 from penstock.runs.lost_frames import LostFrame, Progress, frames_of, metadata_of_frame, no_progress
 from penstock.runs.recovery import ASIDE, BUILDING, Plan
 from penstock.storage import (
@@ -247,6 +247,7 @@ def _add(log: Log, rows: Sequence[tuple[GroupRow, bytes]], state: As) -> int:
     op = rows[-1][0].op + 1
     with log.transaction():
         log.add_groups(rows)
+        log.add_summaries([(row.op, summary_of(GroupMetadata.from_bytes(metadata))) for row, metadata in rows])
         if state == "quarantined":
             log.add_record(op, Quarantine(groups={row.op: _WHY for row, _ in rows}))
         elif state == "dropped":
@@ -263,8 +264,8 @@ def _row(op: int, frame: LostFrame, location: str, metadata: GroupMetadata, memb
         samples=metadata.num_samples,
         tokens=metadata.num_tokens,
         size=parse_location(location).size,
-        # A tenant that the log does not know has no table: its groups go to the common one.
-        run=metadata.run if metadata.run in members else "",
+        # A tenant or environment that the log does not know has no table: its groups go to the common one.
+        run=next((name for name in (metadata.run, metadata.env[0]) if name in members), ""),
         prompt=metadata.prompt,
         kinds=tuple(sorted(metadata.kinds.items())),
         location=location,

@@ -3,6 +3,7 @@
     POST /v1/groups     a group as JSON, or a frame, or gzip of one: 201 if it is new and durable, 200 if the plane
                         already had it
     POST /v1/states     {"groups": [id, ...]}: what became of each, as `plane.has` says it
+    GET  /v1/feedback   ?after=CURSOR&limit=N&wait=S: the next events, as `plane.feedback` yields them
     GET  /v1/status     what `plane.status()` returns;  GET /v1/ledger  its ledger
     GET  /openapi.json  the OpenAPI description, without a token
 
@@ -34,9 +35,9 @@ from penstock.convert import read_json_group
 from penstock.errors import ConfigError, InvalidInput, PenstockError
 from penstock.extras import require
 from penstock.frames import read_head
-from penstock.protocol import MAX_ASKED, OVER_LENGTH, Accepted
+from penstock.protocol import MAX_ASKED, MAX_PAGE, OVER_LENGTH, Accepted
 from penstock.server.http_server import HttpThread, has_token, is_loopback, parse_address, read_token
-from penstock.server.openapi import FRAME, AskedGroups, describe
+from penstock.server.openapi import FRAME, AskedGroups, describe, shown
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -57,6 +58,8 @@ STATUS: dict[type[PenstockError], int] = {
 }
 """The status of an error is that of the first class here it is an instance of, so subclasses come first."""
 MAX_JSON_BYTES, MAX_FRAME_BYTES = 32 << 20, 256 << 20
+MOST_FEEDBACK_S = 5.0
+"""Seconds that a request for events may wait for one."""
 MAX_STATES_BYTES = 4 << 20
 MAX_BYTES_IN_HAND = 512 << 20
 """Limit on all requests together, from the first byte of a body until its group is answered."""
@@ -103,7 +106,10 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in ("application/json", FRAME):
             return _problem(415, "InvalidInput", f"content-type: {kind[:80]!r}; must be application/json or {FRAME}")
-        timeout, limit = _timeout(request), MAX_JSON_BYTES if kind == "application/json" else MAX_FRAME_BYTES
+        timeout, limit = (
+            _number(request, "timeout", WAIT_S, 0.0, MOST_WAIT_S, "seconds"),
+            MAX_JSON_BYTES if kind == "application/json" else MAX_FRAME_BYTES,
+        )
         with ExitStack() as held:
             body = await _receive(request, limit, in_hand, held, pool)
             if not isinstance(body, bytes):
@@ -129,6 +135,7 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
     guarded: dict[str, tuple[str, Answer]] = {
         "/v1/groups": ("POST", put),
         "/v1/states": ("POST", lambda request: _states(plane, request)),
+        "/v1/feedback": ("GET", lambda request: _feedback(plane, request)),
         "/v1/status": ("GET", status),
         "/v1/ledger": ("GET", ledger),
     }
@@ -176,6 +183,15 @@ async def _states(plane: Plane, request: Request) -> Response:
         return _problem(408, "WaitTimeout", f"body: did not arrive within {_BODY_S:g} s; send it again")
     found = await plane.ahas(_asked(body))
     return _json({"states": {name: {"state": one.state, "reason": one.reason} for name, one in found.items()}})
+
+
+async def _feedback(plane: Plane, request: Request) -> Response:
+    after = request.query_params.get("after", "")
+    most = int(_number(request, "limit", MAX_PAGE, 1, MAX_PAGE))
+    wait_s = _number(request, "wait", 0.0, 0.0, MOST_FEEDBACK_S, "seconds")
+    events = await plane.afeedback_page(after, most, wait_s)
+    cursor = events[-1].cursor if events else after
+    return _json({"events": [shown(event) for event in events], "cursor": cursor})
 
 
 # Made at import: msgspec crashes when two threads are the first to decode a type.
@@ -240,16 +256,16 @@ class BytesInHand:
             self.num_bytes -= size * fits
 
 
-def _timeout(request: Request) -> float:
-    """Return the seconds that the put may wait for room."""
-    text = request.query_params.get("timeout", str(WAIT_S))
+def _number(request: Request, name: str, default: float, least: float, most: float, unit: str = "") -> float:
+    """Return a number of the query. Raises InvalidInput if it is out of range, or none."""
+    text = request.query_params.get(name, str(default))
     try:
-        seconds = float(text)
+        found = float(text)
     except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= MOST_WAIT_S:
-        raise InvalidInput(f"timeout: {text[:80]!r}; must be seconds, from 0 to {MOST_WAIT_S:g}")
-    return seconds
+        found = float("nan")
+    if not least <= found <= most:  # false for NaN
+        raise InvalidInput(f"{name}: {text[:80]!r}; must be {unit or 'a number'}, from {least:g} to {most:g}")
+    return found
 
 
 def _length(request: Request, limit: int) -> tuple[int, Response | None]:

@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.convert import JsonGroup
 from penstock.errors import PenstockError
+from penstock.protocol import FeedbackEvent
 from penstock.version import __version__
 
 FRAME = "application/x-penstock-frame"
@@ -50,6 +51,41 @@ class States(msgspec.Struct, kw_only=True):
     states: dict[str, State]
 
 
+class Event(msgspec.Struct, kw_only=True):
+    """What became of a group."""
+
+    cursor: str
+    """Resumes the stream behind this event."""
+    outcome: str
+    """trained, dropped, quarantined, filtered, evaluation or rewound."""
+    reason: str
+    group: str
+    prompt: str
+    env: str
+    tenant: str
+    samples: int
+    rewards: list[float | None]
+    """One per sample, of the first 256; null: not scored. Empty if no sample has a reward."""
+    lengths: list[int]
+    """Tokens of each sample, of the first 256."""
+    step: int | None
+    """The step that was trained, or the first one to be trained again."""
+    staleness: int | None
+
+
+class Events(msgspec.Struct, kw_only=True):
+    """A page of the feedback stream, oldest event first."""
+
+    events: list[Event]
+    cursor: str
+    """Pass it as `after` to get the next page."""
+
+
+def shown(event: FeedbackEvent) -> Event:
+    """Return an event as the API shows it."""
+    return msgspec.convert(msgspec.structs.asdict(event), Event)
+
+
 class Problem(msgspec.Struct, kw_only=True):
     """An error."""
 
@@ -71,6 +107,24 @@ _TIMEOUT = {
     "description": "seconds to wait while there is no room, at most 300; then 429",
     "schema": {"type": "number", "default": 20},
 }
+_AFTER = {
+    "name": "after",
+    "in": "query",
+    "description": "the cursor of the last event you have; left out: from the start",
+    "schema": {"type": "string"},
+}
+_LIMIT = {
+    "name": "limit",
+    "in": "query",
+    "description": "events of the page at most, 1 to 256",
+    "schema": {"type": "integer", "default": 256},
+}
+_WAIT = {
+    "name": "wait",
+    "in": "query",
+    "description": "seconds to wait for an event if there is none yet, at most 5; then the page is empty",
+    "schema": {"type": "number", "default": 0},
+}
 _ENCODING = {
     "name": "content-encoding",
     "in": "header",
@@ -87,8 +141,8 @@ _OWN = {
 
 def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
     """Return the description of all routes. `statuses` maps errors to HTTP statuses."""
-    (group, put, asked, states, problem), parts = msgspec.json.schema_components(
-        [JsonGroup, Put, AskedGroups, States, Problem], ref_template="#/components/schemas/{name}"
+    (group, put, asked, states, events, problem), parts = msgspec.json.schema_components(
+        [JsonGroup, Put, AskedGroups, States, Events, Problem], ref_template="#/components/schemas/{name}"
     )
     names: dict[int, list[str]] = defaultdict(list)
     for kind, status in statuses.items():
@@ -122,6 +176,14 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
                     "summary": "What became of groups",
                     "requestBody": {"required": True, "content": {"application/json": {"schema": asked}}},
                     "responses": {"200": _answer("the state of each group, by id", states), **problems},
+                }
+            },
+            "/v1/feedback": {
+                "get": {
+                    "operationId": "get_feedback",
+                    "summary": "What became of each group, in order",
+                    "parameters": [_AFTER, _LIMIT, _WAIT],
+                    "responses": {"200": _answer("the next events", events), **problems},
                 }
             },
             "/v1/status": _look("get_status", "The plane's status", problem),

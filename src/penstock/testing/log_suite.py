@@ -18,7 +18,20 @@ from typing import Any, ClassVar
 import pytest
 
 from penstock.errors import CorruptFile, Fenced, StorageError
-from penstock.log import FORMAT, Advance, Discard, GroupRow, Log, LogReader, SegmentRow, State, reading
+from penstock.log import (
+    FORMAT,
+    Advance,
+    Discard,
+    GroupOutcome,
+    GroupRow,
+    Log,
+    LogReader,
+    SegmentRow,
+    State,
+    Summary,
+    Unlisted,
+    reading,
+)
 
 _TAKE_OVER = "print(log.epoch, flush=True)\nsys.stdin.read()\nlog.close()"
 _WRITE = """
@@ -32,6 +45,10 @@ while True:
         log.set_meta("last", op)
     print(op, flush=True)
 """
+
+
+SUMMARY = Summary(env="math\0", tenant="t", rewards=b"\0\0\x80?", lengths=b"\x05\0\0\0")
+FILTERED = GroupOutcome(outcome="filtered", reason="\0", unlisted=(Unlisted(group="é", prompt="p", summary=SUMMARY),))
 
 
 def row(op: int, **more: Any) -> GroupRow:
@@ -85,6 +102,8 @@ class LogSuite:
             log.set_snapshot(4, b"\0snapshot")
             log.set_meta("count", 17)
             log.set_meta("words", "a\0b")
+            log.add_summaries([(1, SUMMARY)])
+            log.add_outcomes([(2, GroupOutcome(outcome="trained", step=1, groups=(1, 2))), (3, FILTERED)])
         run_id, commits = log.run_id, log.commits
         log.close()
         again = self.open(tmp_path)
@@ -100,6 +119,12 @@ class LogSuite:
         assert again.snapshot() == (4, b"\0snapshot")
         assert (again.meta("count", 0), again.text("words"), again.text("none")) == (17, "a\0b", "")
         assert again.last_op == 5
+        assert again.summaries([1, 2]) == {1: SUMMARY}
+        assert again.num_events == 3
+        assert [number for number, _ in again.outcomes(0, 10)] == [2, 3]
+        assert again.outcomes(1, 1)[0][1].groups == (1, 2)
+        assert again.outcomes(2, 10) == [(3, FILTERED)]
+        assert again.outcomes(3, 10) == []
         again.close()
 
     def test_groups_come_in_order_and_as_they_are_asked_for(self, tmp_path: Path) -> None:

@@ -137,6 +137,10 @@ class TaskConfig(Checked):
     ] = 1.0
     workers: Annotated[int, Meta(ge=1, description="rollout processes")] = 2
     prompts_per_batch: Annotated[int, Meta(ge=1, description="prompts a worker generates at once")] = 16
+    dynamic_sampling: Annotated[
+        bool,
+        Meta(description="drop groups whose rewards are all the same, and generate more until the step is full"),
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,83 @@
+"""Reads the feedback stream page by page, for threads and for asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+from penstock.arrays import check_count
+from penstock.client.conversations import Conversation
+from penstock.client.producer_connection import ProducerConnection, error_of
+from penstock.errors import InvalidInput
+from penstock.protocol import MAX_PAGE, MAX_SHOWN, AskFeedback, Discard, Feedback, FeedbackEvent, Rejected
+
+_WAIT_S = 5.0
+"""How long a question waits at the plane for an event, at most. Then it is asked again, which shows that both live."""
+
+
+@dataclass(slots=True)
+class FeedbackReader:
+    """Reads on from a cursor. `next_page` returns None at the end."""
+
+    connection: ProducerConnection
+    after: str
+    follow: bool
+    _until: int = -1
+    """The newest event when reading began."""
+    _is_done: bool = False
+
+    def next_page(self) -> Conversation[tuple[FeedbackEvent, ...] | None]:
+        """Return the next events. A reader that follows waits for one."""
+        if self._is_done:
+            return None
+        answer = yield from ask_page(self.connection, self.after, MAX_PAGE, _WAIT_S if self.follow else 0.0)
+        events = answer.events
+        if not self.follow:
+            # The end is fixed with the first page: a reader of a busy run would otherwise never reach it.
+            self._until = answer.newest if self._until < 0 else self._until
+            events = tuple(event for event in events if event.number <= self._until)
+            self._is_done = not events or events[-1].number == self._until
+        if events:
+            self.after = events[-1].cursor
+        return events
+
+
+def ask_page(connection: ProducerConnection, after: str, most: int, wait_s: float) -> Conversation[Feedback]:
+    """Ask for up to `most` events after a cursor. Waits up to `wait_s` for the first."""
+    if not isinstance(after, str):
+        raise InvalidInput(f"after: {after!r:.60}; give the `cursor` of an event, or nothing to begin at the start")
+    # A plane that lets a question wait must not look like one that is gone.
+    wait_s = min(wait_s, connection.session.timeouts.plane_s / 4)
+    answer = yield from connection.ask(lambda ticket: AskFeedback(ticket=ticket, after=after, most=most, wait_s=wait_s))
+    if isinstance(answer, Rejected):
+        raise error_of(answer)
+    assert isinstance(answer, Feedback)
+    return answer
+
+
+def discard_message(
+    reason: str,
+    samples: int,
+    key: str,
+    group: str,
+    prompt: str,
+    env: str,
+    tenant: str,
+    rewards: Iterable[float | None],
+    lengths: Iterable[int],
+) -> Discard:
+    """Return the message that counts filtered samples. Its ticket is to be set."""
+    scored = [None if reward is None or reward != reward else float(reward) for reward in islice(rewards, MAX_SHOWN)]
+    return Discard(
+        ticket=0,
+        reason=reason,
+        samples=check_count(samples, f"discard of {reason!r}"),
+        key=key,
+        group=group,
+        prompt=prompt,
+        env=env,
+        tenant=tenant,
+        rewards=tuple(scored) if any(reward is not None for reward in scored) else (),
+        lengths=tuple(int(length) for length in islice(lengths, MAX_SHOWN)),
+    )
