@@ -326,6 +326,7 @@ class PlaneSettings:
         """The columns that a group may wait for."""
         return () if self.needs_deadline_s is None else tuple(name for name in self.needs if name in LATE_COLUMNS)
 
+    @property
     def env_unit(self) -> Unit | None:
         """What environments share of a step; None if groups do not wait by environment."""
         return self.target.unit if self.env_weights else None
