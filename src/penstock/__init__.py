@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.frames import decode, encode
     from penstock.packing import MicroBatch, pack
     from penstock.protocol import Timeouts
-    from penstock.replay import Fifo, Lifo, MinSize, Prioritized, SamplesPerInsert, Table, Uniform
+    from penstock.replay import Fifo, Lifo, MinSize, Paced, Prioritized, SamplesPerInsert, Table, Uniform, WindowedFifo
     from penstock.train import to_torch
     from penstock.version import __version__
     from penstock.view import TokenExporter
@@ -33,6 +33,7 @@ _HOMES = {
     "Lifo": "replay",
     "MicroBatch": "packing",
     "MinSize": "replay",
+    "Paced": "replay",
     "PenstockError": "errors",
     "Plane": "client",
     "Prioritized": "replay",
@@ -46,6 +47,7 @@ _HOMES = {
     "Trajectory": "capture",
     "Turn": "capture",
     "Uniform": "replay",
+    "WindowedFifo": "replay",
     "__version__": "version",
     "connect": "client",
     "decode": "frames",
@@ -64,6 +66,7 @@ __all__ = [
     "Lifo",
     "MicroBatch",
     "MinSize",
+    "Paced",
     "PenstockError",
     "Plane",
     "Prioritized",
@@ -77,6 +80,7 @@ __all__ = [
     "Trajectory",
     "Turn",
     "Uniform",
+    "WindowedFifo",
     "__version__",
     "connect",
     "decode",

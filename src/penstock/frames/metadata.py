@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 from penstock.arrays import (
     ALL_OR_NONE,
+    MODE_WEIGHTS,
+    WEIGHTS,
     Description,
     Own,
     RolloutInfo,
@@ -91,7 +93,9 @@ class GroupMetadata(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     shared: tuple[int, ...]
     """Per sample how many first tokens agree with it in every input of the model: ids, columns per node, images."""
     versions: tuple[tuple[tuple[int, int], ...], ...]
-    """Per sample (policy version, trained tokens it sampled), where that changed within the sample; else empty."""
+    """Per sample (policy version, kept trained tokens it sampled), -1 for an unknown version. Empty where all samples
+    have the group's version throughout.
+    """
     digests: tuple[bytes, ...]
     """Per sample 16 bytes, computed by `penstock.arrays.digests`."""
     shapes: dict[str, Shape] = {}
@@ -116,6 +120,10 @@ class GroupMetadata(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Per sample how long its rollout took, -1 = not known. Empty where none is known."""
     metrics: dict[str, float] = {}
     """The mean of each of the rollouts' metrics over the samples: at most 32, with names of at most 64 characters."""
+    version_terms: tuple[tuple[tuple[int, int, int], ...], ...] = ()
+    """Like `versions`: how many of these tokens have a weight in the rl, ce and ref_kl terms. Empty where the samples'
+    modes say so.
+    """
 
     @property
     def num_samples(self) -> int:
@@ -239,7 +247,7 @@ def metadata_of(
         shared=tuple(found.lengths.tolist()) if shares else (),
         shared_patches=tuple(found.patches.tolist()) if shares else (),
         parted=tuple(found.parted.tolist()) if shares else (),
-        versions=_versions(samples),
+        **_versions(samples, table.kept),
         digests=tuple(sample_digests(samples)),
         front=front,
         size=size,
@@ -392,17 +400,35 @@ def _shared(metadata: GroupMetadata) -> SharedPrefixes:
     return SharedPrefixes(**{name: np.array(getattr(metadata, own), np.int64) for name, own in names.items()})
 
 
-def _versions(samples: Samples) -> tuple[tuple[tuple[int, int], ...], ...]:
+def _versions(samples: Samples, kept: NDArray[np.int64]) -> dict[str, Any]:
+    """Return trained tokens by policy version; nothing where one version sampled the complete group."""
     column = samples.columns.get("weight_versions")
-    if column is None:
-        return ()
-    mask = samples.columns["loss_mask"]
-    out = []
-    for i in range(len(samples)):
-        row = column[i]
-        values, counts = np.unique(row[mask[i][: len(row)]], return_counts=True)
-        out.append(tuple(zip(values.tolist(), counts.tolist(), strict=True)))
-    return tuple(out)
+    if (column is None or not len(column.values)) and len(np.unique(samples.policy_versions)) == 1:
+        return {"versions": ()}
+    weights = [samples.columns[name] for name in WEIGHTS if name in samples.columns]
+    weighted = any(len(one.values) for one in weights)
+    found: list[tuple[tuple[int, int], ...]] = []
+    terms: list[tuple[tuple[int, int, int], ...]] = []
+    for i, own in enumerate(samples.policy_versions.tolist()):
+        n = int(kept[i])
+        mask = samples.columns["loss_mask"][i][:n]
+        row = () if column is None else column[i]
+        versions = row[:n][mask] if len(row) else np.full(int(mask.sum()), own)
+        values, at, counts = np.unique(versions, return_inverse=True, return_counts=True)
+        found.append(tuple(zip(values.tolist(), counts.tolist(), strict=True)))
+        if weighted:
+            by_term = [np.bincount(at, one[mask] != 0, len(values)) for one in _weights_of(samples, i, n)]
+            terms.append(tuple((int(a), int(b), int(c)) for a, b, c in zip(*by_term, strict=True)))
+    return {"versions": tuple(found), "version_terms": tuple(terms)}
+
+
+def _weights_of(samples: Samples, i: int, n: int) -> list[NDArray[Any]]:
+    """Return the weights of a sample's first `n` tokens in the three terms, given or by its mode."""
+    found: list[NDArray[Any]] = []
+    for name, by_mode in zip(WEIGHTS, MODE_WEIGHTS[samples.text["mode"][i]], strict=True):
+        column = samples.columns.get(name)
+        found.append(column[i][:n] if column is not None and len(column[i]) else np.full(n, by_mode))
+    return found
 
 
 UNCUT = 2**40

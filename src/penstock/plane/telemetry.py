@@ -44,6 +44,8 @@ COUNTS = {
     "truncated_tokens": "tokens cut off",
     "dropped_samples": "samples dropped because they were longer than seq_len",
     "dropped_tokens": "tokens of these",
+    "tokens_masked": "trained tokens left out of the loss because they were too old",
+    "samples_masked": "samples with such tokens",
     "puts_repeated": "puts of a group that was accepted before",
     "puts_refused": "puts refused: the group, or its sender, is at fault",
     "puts_overloaded": "puts that found no room in time",
@@ -225,6 +227,7 @@ _WATCHED = {
 
 _ONCE = {
     "groups_untrained": "a group was accepted in which no token is trained, or none has logprobs",
+    "tokens_masked": "a step has trained tokens older than max_token_staleness, which are left out of the loss",
     "priorities_unknown": "a rank reported priorities of ids that neither a group nor a sample of the step has",
 }
 

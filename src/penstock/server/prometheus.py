@@ -164,6 +164,8 @@ def _points(status: dict[str, Any]) -> Iterator[Point]:
     for name, count in ledger["over_length"].items():
         action, _, unit = name.partition("_")
         yield f"penstock_ledger_over_length_{unit}_total", "counter", {"action": action}, count
+    for name, count in ledger["masked"].items():
+        yield f"penstock_ledger_masked_{name}_total", "counter", {}, count
     for kind, count in status["counts"].items():
         yield "penstock_plane_events_total", "counter", {"kind": kind}, count
     for tenant, metadata in status["tenants"].items():
