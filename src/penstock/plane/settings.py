@@ -308,9 +308,9 @@ class PlaneSettings:
 def _with_window(replay: Replay, target: Target) -> Replay:
     """Tell `WindowedFifo` how many groups make a step."""
     sampler = replay.sampler
-    if not isinstance(sampler, WindowedFifo) or sampler.groups_per_step == target.groups:
+    if not isinstance(sampler, WindowedFifo):
         return replay
-    if target.groups is not None and sampler.groups_per_step is not None:
+    if target.groups is not None and sampler.groups_per_step not in (None, target.groups):
         raise ConfigError(
             f"sampler: {sampler} in a plane with groups_per_step {target.groups}; leave it out of the sampler"
         )

@@ -310,7 +310,9 @@ class TenantTables:
         try:
             while have < target.amount:
                 if not busy:
-                    raise WaitTimeout(f"{have} of {target} may be drawn now")
+                    raise WaitTimeout(
+                        "; ".join(filter(None, [f"{have} of {target} may be drawn now", self.waits_for()]))
+                    )
                 table_name = shares.most_owed(busy)
                 key = drawings[table_name].pick()
                 if key is None:
