@@ -61,7 +61,7 @@ class Rates:
     """Speed of the trainer, relative to generation with all workers busy."""
 
 
-def lognormal(prompts: int, samples: int, *, median: float, sigma: float, seed: int) -> Workload:
+def lognormal_workload(prompts: int, samples: int, *, median: float, sigma: float, seed: int) -> Workload:
     """Make a workload with lognormal lengths. A prompt's difficulty makes its answers longer and its rewards lower."""
     if prompts < 1 or samples < 1 or prompts * samples > MAX_SAMPLES or not (1 <= median <= 1e6 and 0 <= sigma <= 4):
         raise InvalidInput(
@@ -77,7 +77,7 @@ def lognormal(prompts: int, samples: int, *, median: float, sigma: float, seed: 
     return Workload(lengths=list(lengths), rewards=list(rewards))
 
 
-def recorded(folder: Path) -> Workload:
+def recorded_workload(folder: Path) -> Workload:
     """Read lengths and rewards of a run's groups, in order of arrival."""
     with reading(folder) as log:
         found = log.metadata_of(sorted(log.with_frames()))
@@ -292,7 +292,7 @@ class _Simulation:
         }
 
 
-def simulate(
+def simulate_staleness(
     policy: str,
     workload: Workload,
     *,
