@@ -107,4 +107,4 @@ def test_settings_that_cannot_work_are_refused() -> None:
         Table(sampler=WindowedFifo(2, groups_per_step=4), remover=Fifo(), max_times_sampled=None)
     for wrong in ({"target_offpolicy": -1}, {"target_offpolicy": 1, "window": 1.5}):
         with pytest.raises(ConfigError, match="WindowedFifo"):
-            WindowedFifo(**wrong)  # type: ignore[arg-type]
+            WindowedFifo(**wrong)

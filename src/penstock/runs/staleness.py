@@ -80,7 +80,7 @@ def lognormal_workload(prompts: int, samples: int, *, median: float, sigma: floa
 def recorded_workload(folder: Path) -> Workload:
     """Read lengths and rewards of a run's groups, in order of arrival."""
     with reading(folder) as log:
-        found = log.metadata_of(sorted(log.with_frames()))
+        found = log.metadata_of([row.op for row in log.groups() if not row.is_evaluation])
     groups = [GroupMetadata.from_bytes(data) for _, data in sorted(found.items())]
     if not groups:
         raise InvalidInput(f"{folder}: the metadata of its groups is freed; record a run with retain='all'")
