@@ -140,19 +140,7 @@ class _Collected:
         return self._families
 
 
-def _points(status: dict[str, Any]) -> Iterator[Point]:
-    for path, value in status["metrics"].items():
-        side, _, name = path.partition("/")
-        what, _, label = name.partition("/")
-        if side == "eval" and label:
-            yield f"penstock_eval_{what}", "gauge", {"env": label}, value
-        elif label:
-            yield f"penstock_{side}_{what}_total", "counter", {"reason": label}, value
-        elif path in _TOTALS:
-            yield f"penstock_{side}_{what}_total", "counter", {}, value
-        else:
-            yield f"penstock_{side}_{what}", "gauge", {}, value
-    ledger = status["ledger"]
+def _ledger_points(ledger: dict[str, Any]) -> Iterator[Point]:
     yield "penstock_ledger_accepted_samples_total", "counter", {}, ledger["accepted"]
     yield "penstock_ledger_uses_total", "counter", {}, ledger["uses"]
     yield "penstock_ledger_balanced", "gauge", {}, float(ledger["balanced"])
@@ -166,6 +154,21 @@ def _points(status: dict[str, Any]) -> Iterator[Point]:
         yield f"penstock_ledger_over_length_{unit}_total", "counter", {"action": action}, count
     for name, count in ledger["masked"].items():
         yield f"penstock_ledger_masked_{name}_total", "counter", {}, count
+
+
+def _points(status: dict[str, Any]) -> Iterator[Point]:
+    for path, value in status["metrics"].items():
+        side, _, name = path.partition("/")
+        what, _, label = name.partition("/")
+        if side == "eval" and label:
+            yield f"penstock_eval_{what}", "gauge", {"env": label}, value
+        elif label:
+            yield f"penstock_{side}_{what}_total", "counter", {"reason": label}, value
+        elif path in _TOTALS:
+            yield f"penstock_{side}_{what}_total", "counter", {}, value
+        else:
+            yield f"penstock_{side}_{what}", "gauge", {}, value
+    yield from _ledger_points(status["ledger"])
     for kind, count in status["counts"].items():
         yield "penstock_plane_events_total", "counter", {"kind": kind}, count
     for tenant, metadata in status["tenants"].items():
