@@ -17,8 +17,10 @@ from penstock.frames import encode_group, join_metadata, mask_stale, metadata_of
 from penstock.packing import Packing, RankPlan, fill, plan
 from penstock.plane import PlaneSettings
 from penstock.plane.settings import Replay, Target
-from penstock.runs import RecordedRun, rerun
+from penstock.plane.step_builder import StepBuilder
+from penstock.runs import RecordedRun, read_run, rerun
 from penstock.server.prometheus import render
+from penstock.storage import MemoryStorage
 from tests.support.pace import pace
 from tests.support.planes import OpenPlane
 
@@ -51,19 +53,20 @@ def test_counts_from_metadata_are_those_of_the_filled_batches(seed: int) -> None
     groups = []
     for g in range(5):
         has, weighted = rng.random() < 0.6, rng.random() < 0.4
-        made = []
+        members = []
         for i in range(3):
             length = int(rng.integers(2, 24))
             weights = {name: rng.choice([0.0, 1.0], length) for name in WEIGHTS} if weighted else {}
             versions = np.sort(rng.integers(-1, 6, length)) if has and rng.random() < 0.8 else None
             version = None if rng.random() < 0.2 else int(rng.integers(0, 6))
             mode = str(rng.choice(["rl", "sft"]))
-            made.append(sample(f"g{g}/{i}", versions, length, policy_version=version, mode=mode, **weights))
-        groups.append(made)
+            members.append(sample(f"g{g}/{i}", versions, length, policy_version=version, mode=mode, **weights))
+        groups.append(members)
     seq_len, oldest = 16, int(rng.integers(0, 7))
-    metadata = [metadata_of_pieces(encode_group(made), group=f"g{g}", seq_len=seq_len) for g, made in enumerate(groups)]
-    samples = Samples.of([one for made in groups for one in made])
-    made = plan(mask_stale(join_metadata(metadata), metadata, oldest), Packing(ranks=2, seq_len=seq_len))
+    metadata = [metadata_of_pieces(encode_group(one), group=f"g{g}", seq_len=seq_len) for g, one in enumerate(groups)]
+    samples = Samples.of([one for members in groups for one in members])
+    packing = Packing(ranks=2, seq_len=seq_len, trees=seed % 2 == 0)
+    made = plan(mask_stale(join_metadata(metadata), metadata, oldest), packing)
     made.accounting.check()
     masks = [trained(samples, i, oldest, min(int(samples.lengths[i]), seq_len)) for i in range(len(samples))]
     assert made.totals.step.loss_tokens == sum(int(mask.sum()) for mask in masks)
@@ -90,6 +93,8 @@ def test_a_rank_with_other_samples_than_planned_is_refused() -> None:
     metadata = [metadata_of_pieces(encode_group(old), group="g", seq_len=64)]
     made = plan(mask_stale(join_metadata(metadata), metadata, 3), Packing(ranks=1, seq_len=64))
     assert made.totals.step.loss_tokens == 0 and made.accounting.stale_loss_tokens == 8
+    builder = StepBuilder(Packing(ranks=1, seq_len=64), MemoryStorage())
+    assert builder.plan(metadata, 3).digests == builder.plan(metadata, 3).digests != builder.plan(metadata).digests
     with pytest.raises(InvalidInput, match="8 trained tokens of policy version 3 or later, the rank plan counted 0"):
         fill(Samples.of(new), made.rank_plans[0])
 
@@ -136,6 +141,7 @@ def test_direct_and_inline_ranks_train_the_same_and_a_rerun_agrees(
         assert f'penstock_ledger_masked_stale_tokens_total{{run="run"}} {masked["stale_tokens"]}.0' in render(status)
         assert "older than max_token_staleness" in caplog.text
         plane.close()
+        assert read_run(folder)["ledger"]["masked"] == masked
         with open_plane(folder, direct=direct, **settings) as again:  # counted from the log
             assert again.ledger.as_dict()["masked"] == masked
         found_again = rerun(RecordedRun.open(folder), tmp_path / f"rerun-{direct}")

@@ -100,6 +100,16 @@ def test_a_gap_stops_nothing_once_enough_wait() -> None:
     assert table.may_sample(len(table)) and not table.waits_for
 
 
+def test_what_is_too_stale_when_it_arrives_is_no_longer_expected() -> None:
+    table = Table(capacity=9, sampler=WindowedFifo(1, 0.0, 3), max_staleness=1)
+    for dispatch in range(2):
+        table.expect(dispatch)
+    table.advance(5)
+    assert table.insert("old", None, policy_version=3, dispatch=0) is None
+    table.insert("new", None, policy_version=5, dispatch=1)
+    assert table.sample(1, timeout=0).keys.tolist() == ["new"]
+
+
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="no groups_per_step"):
         Table(sampler=WindowedFifo(2))

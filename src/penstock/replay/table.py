@@ -119,6 +119,8 @@ class Table:
                 self._wait_to_insert(key, num_bytes, num_tokens, policy_version, timeout)
             if policy_version < store.oldest_version:
                 store.counters.refused_stale += 1
+                if dispatch is not None and isinstance(store.sampling, DispatchIndex):
+                    store.sampling.unexpect(dispatch)
                 return None
             handle = store.insert(key, item, priority, num_bytes, num_tokens, policy_version, dispatch)
             if self._samplers.turns:
