@@ -57,7 +57,7 @@ def test_counts_from_metadata_are_those_of_the_filled_batches(seed: int) -> None
         for i in range(3):
             length = int(rng.integers(2, 24))
             weights = {name: rng.choice([0.0, 1.0], length) for name in WEIGHTS} if weighted else {}
-            versions = np.sort(rng.integers(-1, 6, length)) if has and rng.random() < 0.8 else None
+            versions = np.sort(rng.integers(-1, 6, length)).tolist() if has and rng.random() < 0.8 else None
             version = None if rng.random() < 0.2 else int(rng.integers(0, 6))
             mode = str(rng.choice(["rl", "sft"]))
             members.append(sample(f"g{g}/{i}", versions, length, policy_version=version, mode=mode, **weights))
@@ -77,7 +77,7 @@ def test_counts_from_metadata_are_those_of_the_filled_batches(seed: int) -> None
             by_mode = np.full(len(mask), MODE_WEIGHTS[samples.text["mode"][i]][k])
             terms[k] += int((mask & ((row[: len(mask)] if len(row) else by_mode) != 0)).sum())
     step = made.totals.step
-    assert (step.rl_tokens, step.ce_tokens, step.ref_kl_tokens) == tuple(terms)
+    assert (step.rl_tokens, step.ce_tokens, step.ref_kl_tokens) == tuple(terms.tolist())
     for rank, rank_plan in enumerate(made.rank_plans):
         sent = RankPlan.from_bytes(rank_plan.relative().to_bytes())
         batches = fill(samples.take(rank_plan.needs), sent)

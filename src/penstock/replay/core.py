@@ -111,13 +111,12 @@ class Store:
         counters.inserted_bytes += num_bytes
         counters.inserted_tokens += num_tokens
         slot, handle = slots.put(key, item, counters.inserted, policy_version, num_bytes, num_tokens)
-        for index in (self.sampling, removing):
-            if index is None:
-                continue
-            if dispatch is not None and isinstance(index, DispatchIndex):
-                index.insert_at(slot, dispatch)
-            else:
-                index.insert(slot, priority, policy_version)
+        if dispatch is not None and isinstance(self.sampling, DispatchIndex):
+            self.sampling.insert_at(slot, dispatch)
+        else:
+            self.sampling.insert(slot, priority, policy_version)
+        if removing is not None:
+            removing.insert(slot, priority, policy_version)
         return handle
 
     def sample(self, count: int, *, replace: bool) -> Batch:

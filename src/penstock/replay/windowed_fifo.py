@@ -32,7 +32,7 @@ class WindowedFifo:
     """Oldest dispatch first; at most a window of younger groups may overtake one that has not arrived.
 
     The window holds `window * (target_offpolicy + 1) * groups_per_step` groups, rounded down, and at least one. As a
-    remover it removes the oldest dispatch.
+    remover it removes the item that came first.
 
     >>> from penstock.replay import Table
     >>> table = Table(capacity=9, sampler=WindowedFifo(target_offpolicy=1, window=0.5, groups_per_step=3))
