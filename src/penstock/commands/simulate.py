@@ -125,10 +125,11 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
             bars = axis.barh(list(found), values, color="#3b6ea5")
             axis.bar_label(bars, [f"{value:.1f} %" for value in values], padding=3, fontsize=8)
             axis.set_title(title, loc="left", fontsize=10)
-            axis.margins(x=0.25)
+            axis.margins(x=0.35)
             axis.set_xticks([])
+            axis.tick_params(left=False)
             axis.axvline(0, color="black", linewidth=0.8)
-            for side in ("top", "right", "bottom"):
+            for side in ("top", "right", "bottom", "left"):
                 axis.spines[side].set_visible(False)
         figure.axes[0].invert_yaxis()
         figure.tight_layout()
