@@ -6,14 +6,15 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 import penstock as ps
 from penstock.arrays import MODE_WEIGHTS, WEIGHTS, Samples
 from penstock.commands.top import _from_plane, page
-from penstock.errors import ConfigError, InvalidInput
-from penstock.frames import encode_group, join_metadata, mask_stale, metadata_of_pieces
+from penstock.errors import ConfigError, CorruptFrame, InvalidInput
+from penstock.frames import GroupMetadata, encode_group, join_metadata, mask_stale, metadata_of_pieces
 from penstock.packing import Packing, RankPlan, fill, plan
 from penstock.plane import PlaneSettings
 from penstock.plane.settings import Replay, Target
@@ -80,12 +81,26 @@ def test_counts_from_metadata_are_those_of_the_filled_batches(seed: int) -> None
     assert (step.rl_tokens, step.ce_tokens, step.ref_kl_tokens) == tuple(terms.tolist())
     for rank, rank_plan in enumerate(made.rank_plans):
         sent = RankPlan.from_bytes(rank_plan.relative().to_bytes())
-        batches = fill(samples.take(rank_plan.needs), sent)
+        batches = fill(Samples.of([samples[int(i)] for i in rank_plan.needs]), sent)  # may lack columns of others
         assert sum(batch.loss_tokens for batch in batches) == made.accounting.ranks[rank].loss_tokens
         for batch in batches:
             for one in batch.samples():
                 expected = masks[samples.ids.index(one.id)]
                 assert one.loss_mask.tolist() == expected.tolist()
+
+
+def test_counts_that_cannot_be_are_refused() -> None:
+    found = metadata_of_pieces(encode_group([sample("g/0", [0] * 4 + [1] * 5)]), group="g", seq_len=64)
+    assert found.versions == (((0, 3), (1, 5)),)
+    for wrong in (
+        {"versions": ((), ())},
+        {"versions": (((0, 9),),)},
+        {"versions": (((0, -1),),)},
+        {"version_terms": (((9, 0, 0), (0, 0, 0)),)},
+        {"version_terms": (((1, 0, 0),),)},
+    ):
+        with pytest.raises(CorruptFrame, match="versions"):
+            GroupMetadata.from_bytes(msgspec.structs.replace(found, **wrong).to_bytes())
 
 
 def test_a_rank_with_other_samples_than_planned_is_refused() -> None:

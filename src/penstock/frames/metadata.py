@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 
 from penstock.arrays import (
     ALL_OR_NONE,
-    MODE_WEIGHTS,
-    WEIGHTS,
     Description,
     Own,
     RolloutInfo,
@@ -41,6 +39,7 @@ from penstock.frames.layout import Buffer
 from penstock.frames.node_prefixes import node_prefixes
 from penstock.frames.prefixes import Prefixes
 from penstock.frames.reading import describe
+from penstock.frames.token_versions import Counts, Terms, count_versions, versions_problem
 from penstock.frames.writing import FramePieces
 
 FORMAT = 4
@@ -92,7 +91,7 @@ class GroupMetadata(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Per sample the earlier one whose first tokens it repeats, or -1; empty when nothing is shared."""
     shared: tuple[int, ...]
     """Per sample how many first tokens agree with it in every input of the model: ids, columns per node, images."""
-    versions: tuple[tuple[tuple[int, int], ...], ...]
+    versions: Counts
     """Per sample (policy version, kept trained tokens it sampled), -1 for an unknown version. Empty where all samples
     have the group's version throughout.
     """
@@ -120,7 +119,7 @@ class GroupMetadata(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Per sample how long its rollout took, -1 = not known. Empty where none is known."""
     metrics: dict[str, float] = {}
     """The mean of each of the rollouts' metrics over the samples: at most 32, with names of at most 64 characters."""
-    version_terms: tuple[tuple[tuple[int, int, int], ...], ...] = ()
+    version_terms: Terms = ()
     """Like `versions`: how many of these tokens have a weight in the rl, ce and ref_kl terms. Empty where the samples'
     modes say so.
     """
@@ -168,12 +167,14 @@ def _inflated(data: bytes) -> bytes:
 
 
 def _check_sizes(found: GroupMetadata) -> None:
-    """Raise unless per-sample fields have one entry per sample, and metrics are few."""
+    """Raise unless per-sample fields have one entry per sample, counts are possible, and metrics are few."""
     count = found.num_samples
     sizes = {"rewards": len(found.rewards) / 4, "truncated": len(found.truncated), "seconds": len(found.seconds)}
     for name, size in sizes.items():
         if size not in (0, count):
             raise CorruptFrame(f"metadata of a group: {name} of {size:g} samples; it has {count}")
+    if problem := versions_problem(found.versions, found.version_terms, np.frombuffer(found.loss_tokens, "<i8")):
+        raise CorruptFrame(f"metadata of a group: {problem}")
     if len(found.metrics) > MAX_METRICS or any(len(name) > MAX_METRIC_NAME for name in found.metrics):
         raise CorruptFrame(
             f"metadata of a group: {len(found.metrics)} metrics; at most {MAX_METRICS}, with names of at most "
@@ -247,7 +248,7 @@ def metadata_of(
         shared=tuple(found.lengths.tolist()) if shares else (),
         shared_patches=tuple(found.patches.tolist()) if shares else (),
         parted=tuple(found.parted.tolist()) if shares else (),
-        **_versions(samples, table.kept),
+        **count_versions(samples, table.kept),
         digests=tuple(sample_digests(samples)),
         front=front,
         size=size,
@@ -398,37 +399,6 @@ def _shared(metadata: GroupMetadata) -> SharedPrefixes:
         return SharedPrefixes.none(metadata.num_samples)
     names = {"parents": "parents", "lengths": "shared", "patches": "shared_patches", "parted": "parted"}
     return SharedPrefixes(**{name: np.array(getattr(metadata, own), np.int64) for name, own in names.items()})
-
-
-def _versions(samples: Samples, kept: NDArray[np.int64]) -> dict[str, Any]:
-    """Return trained tokens by policy version; nothing where one version sampled the complete group."""
-    column = samples.columns.get("weight_versions")
-    if (column is None or not len(column.values)) and len(np.unique(samples.policy_versions)) == 1:
-        return {"versions": ()}
-    weights = [samples.columns[name] for name in WEIGHTS if name in samples.columns]
-    weighted = any(len(one.values) for one in weights)
-    found: list[tuple[tuple[int, int], ...]] = []
-    terms: list[tuple[tuple[int, int, int], ...]] = []
-    for i, own in enumerate(samples.policy_versions.tolist()):
-        n = int(kept[i])
-        mask = samples.columns["loss_mask"][i][:n]
-        row = () if column is None else column[i]
-        versions = row[:n][mask] if len(row) else np.full(int(mask.sum()), own)
-        values, at, counts = np.unique(versions, return_inverse=True, return_counts=True)
-        found.append(tuple(zip(values.tolist(), counts.tolist(), strict=True)))
-        if weighted:
-            by_term = [np.bincount(at, one[mask] != 0, len(values)) for one in _weights_of(samples, i, n)]
-            terms.append(tuple((int(a), int(b), int(c)) for a, b, c in zip(*by_term, strict=True)))
-    return {"versions": tuple(found), "version_terms": tuple(terms)}
-
-
-def _weights_of(samples: Samples, i: int, n: int) -> list[NDArray[Any]]:
-    """Return the weights of a sample's first `n` tokens in the three terms, given or by its mode."""
-    found: list[NDArray[Any]] = []
-    for name, by_mode in zip(WEIGHTS, MODE_WEIGHTS[samples.text["mode"][i]], strict=True):
-        column = samples.columns.get(name)
-        found.append(column[i][:n] if column is not None and len(column[i]) else np.full(n, by_mode))
-    return found
 
 
 UNCUT = 2**40

@@ -42,6 +42,8 @@ def mask_stale(joined: SampleMetadata, groups: Sequence[GroupMetadata], oldest_v
                         group.version_terms[i - at][k] if group.version_terms else count * _WEIGHS[joined.mode[i]]
                     )
         at += group.num_samples
+    # A worker vouches for these counts. They must not make a denominator negative.
+    stale, terms = np.minimum(stale, joined.kept_loss_tokens), np.minimum(terms, joined.term_tokens)
     return replace(
         joined,
         kept_loss_tokens=joined.kept_loss_tokens - stale,

@@ -206,11 +206,11 @@ def _gather(layout: _Layout, column: Column, out: Array) -> None:
 def _mask_stale(layout: _Layout, columns: dict[str, Array]) -> None:
     """Take tokens that too old a policy version sampled out of the loss. Those of an unknown version stay."""
     samples, oldest = layout.samples, layout.rank_plan.oldest_version
-    mask, versions = columns["loss_mask"], columns.get("weight_versions")
+    mask, versions, given = columns["loss_mask"], columns.get("weight_versions"), samples.columns.get("weight_versions")
     # A sample without versions per token was sampled by its own version throughout.
     own = np.append(samples.policy_versions, NO_VERSION)[layout.rows]
-    if versions is not None:
-        own[np.append(samples.columns["weight_versions"].lengths, 0)[layout.rows] > 0] = NO_VERSION
+    if versions is not None and given is not None:  # other ranks may have samples with versions, and this one none
+        own[np.append(given.lengths, 0)[layout.rows] > 0] = NO_VERSION
         mask[(versions > NO_VERSION) & (versions < oldest)] = False
     mask[np.repeat((own > NO_VERSION) & (own < oldest), layout.lengths)] = False
     accounts, trained = layout.rank_plan.accounting, int(np.count_nonzero(mask))

@@ -213,7 +213,8 @@ class Generated:
         rewards = np.frombuffer(metadata.rewards, "<f4")
         scored = rewards[np.isfinite(rewards)]
         seconds = [one for one in metadata.seconds if one >= 0]
-        reward, length = float(scored.sum(dtype=np.float64)), float(np.frombuffer(metadata.lengths, "<i8").sum())
+        reward = float(scored.sum(dtype=np.float64))
+        length = float(np.frombuffer(metadata.lengths, "<i8").sum(dtype=np.float64))
         self._note("reward", reward, len(scored))
         self._note("length", length, count)
         self.bias.add("gen", "reward", reward, len(scored))
