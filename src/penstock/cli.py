@@ -21,6 +21,7 @@ GROUPS = {
         "demo": "a complete RL run on this machine",
         "train": "run a configuration file",
         "pack": "pack sequences of given lengths; compare packers",
+        "simulate": "what dropping, masking and pacing stale data would do",
         "bench": "measure against rivals on this machine",
     },
     "run": {

@@ -122,7 +122,7 @@ def test_words_that_make_no_command_exit_with_2(words: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("command", "words"),
-    [("keep", "start `penstock serve` on a folder"), ("simulate", "docs/sizing.md has the formula")],
+    [("keep", "start `penstock serve` on a folder")],
 )
 def test_a_command_that_was_removed_says_what_to_use(
     command: str, words: str, capsys: pytest.CaptureFixture[str]

@@ -149,7 +149,7 @@ def test_trained_tokens_are_counted_by_the_version_that_sampled_them() -> None:
     versions = np.array([3, 3, 3, 4, 4, 4, 4, 9])
     mask = np.array([0, 0, 1, 1, 1, 0, 1, 0], np.bool_)
     found = metadata_of(group({"weight_versions": versions, "loss_mask": mask}, {}))
-    assert found.versions == (((3, 1), (4, 3)), ())
+    assert found.versions == (((3, 1), (4, 3)), ((-1, 7),))
     assert metadata_of(group({}, {})).versions == ()
 
 

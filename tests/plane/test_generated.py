@@ -54,3 +54,24 @@ def test_evaluation_groups_do_not_count(open_plane: OpenPlane) -> None:
     with plane.group("e", policy_version=0, evaluation=True) as group:
         group.add(ps.Trajectory(turns=[ps.Turn([1]), ps.Turn([2], logprobs=[-1])], reward=1.0))
     assert plane.status()["metrics"]["gen/samples"] == 0
+
+
+def test_bias_compares_everything_put_with_everything_trained(open_plane: OpenPlane) -> None:
+    plane = open_plane(ranks=1, groups_per_step=1, max_staleness=0)
+    put(plane, "a", 1.0)
+    with plane.source(0, prefetch=0) as source:
+        source.commit(source.step(timeout=PATIENCE_S), policy_version=1)
+        long = [ps.Turn([1, 2]), ps.Turn([3] * 9, logprobs=[-0.5] * 9)]
+        with plane.group("late", policy_version=0) as group:  # dropped as stale
+            group.add(ps.Trajectory(turns=long, reward=0.0))
+            group.add(ps.Trajectory(turns=long, reward=0.0))
+        found = plane.status()["metrics"]
+        assert (found["gen/length_mean"], found["train/length_mean"]) == (8.0, 5.0)
+        assert found["train/length_bias"] == 5 / 8 - 1
+        assert (found["gen/reward_mean"], found["train/reward_mean"], found["train/reward_bias"]) == (0.5, 1.0, 0.5)
+        with plane.group("b", policy_version=1) as group:
+            group.add(ps.Trajectory(turns=long, reward=0.0))
+        step = source.step(timeout=PATIENCE_S)
+        assert step.numbers["gen/length_mean"] == (2 * 5 + 3 * 11) / 5  # the step's own group is in both
+        source.commit(step, policy_version=2)
+    assert 'penstock_train_length_bias{run="run"}' in render(plane.status())

@@ -140,8 +140,8 @@ class Oversized(StepBuilder):
 
     failing = True
 
-    def plan(self, metadata: Any) -> PlannedStep:
-        planned = super().plan(metadata)
+    def plan(self, metadata: Any, oldest_version: int = 0) -> PlannedStep:
+        planned = super().plan(metadata, oldest_version)
         return replace(planned, loss_tokens=2**70) if self.failing else planned
 
 

@@ -203,7 +203,7 @@ def test_the_largest_policy_version_can_be_trained_and_committed(open_engine: Op
 class Failing(StepBuilder):
     """A builder that cannot plan, for a reason nobody thought of."""
 
-    def plan(self, metadata: Sequence[GroupMetadata]) -> PlannedStep:
+    def plan(self, metadata: Sequence[GroupMetadata], oldest_version: int = 0) -> PlannedStep:
         raise RuntimeError(f"no plan for {len(metadata)} groups")
 
 

@@ -151,7 +151,7 @@ def test_a_restart_makes_a_large_table_once() -> None:
 
     replay = Replay(capacity=1 << 18)
     made, once = peak_of(lambda: TenantTables(replay, lambda _key, _reason: None))
-    made.insert(GroupRow(1, "g", b"", 0, 16, 100, 100), 0)
+    made.insert(GroupRow(1, "g", b"", 0, 16, 100, 100), 0, 1)
     saved = made.save()
     found, peak = peak_of(restored)
     assert list(found) == ["g"] and peak < 1.2 * once

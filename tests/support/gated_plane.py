@@ -59,13 +59,13 @@ class Trying:
     blamed: str = ""
     """A group that nothing can be planned with."""
 
-    def plan(self, metadata: Sequence[GroupMetadata]) -> PlannedStep:
+    def plan(self, metadata: Sequence[GroupMetadata], oldest_version: int = 0) -> PlannedStep:
         failing = self.failing  # what is changed while this waits at the gate is for the next one
         if self.plan_gate is not None:
             self.plan_gate.passed()
         if failing or self.blamed in {group.group for group in metadata}:
             raise RuntimeError(failing or "odd")
-        return self.inner.plan(metadata)
+        return self.inner.plan(metadata, oldest_version)
 
     def unpackable(self, metadata: Sequence[GroupMetadata]) -> dict[int, str]:
         return {i: "it is odd" for i, group in enumerate(metadata) if group.group == self.blamed}

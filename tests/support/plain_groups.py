@@ -92,7 +92,7 @@ class PlainBuilder:
     def __init__(self, ranks: int, storage: Storage) -> None:
         self._ranks, self._storage = ranks, storage
 
-    def plan(self, metadata: Sequence[GroupMetadata]) -> PlannedStep:
+    def plan(self, metadata: Sequence[GroupMetadata], oldest_version: int = 0) -> PlannedStep:
         plans = [f"{rank}:{[f.group for f in metadata[rank :: self._ranks]]}".encode() for rank in range(self._ranks)]
         digests = [
             step_digest(plan, [f.digests[0] for f in metadata[rank :: self._ranks]]) for rank, plan in enumerate(plans)

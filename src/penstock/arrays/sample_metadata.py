@@ -66,6 +66,10 @@ class SampleMetadata:
     """Declarations of columns that are not in the table."""
     shared: SharedPrefixes | None = None
     """Prefixes that samples share, in tokens as recorded; None if they were not computed."""
+    oldest_version: int = 0
+    """Trained tokens of earlier policy versions are not trained, and not counted as kept."""
+    stale_loss_tokens: NDArray[np.int64] | None = None
+    """[n] trained tokens left out because of that."""
 
     def __len__(self) -> int:
         return len(self.lengths)

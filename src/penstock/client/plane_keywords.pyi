@@ -119,6 +119,9 @@ class PlaneKeywords(TypedDict, total=False):
     shares: Mapping[str, float]
     """Tenants that share the trainer, as named in their samples' `run`, each with its weight; groups of other tenants
     are rejected; empty: one table for all groups."""
+    max_token_staleness: int | None
+    """Policy versions that a token may be behind the published one; older tokens are left out of the loss when a step
+    is planned, and counted in the ledger; none: all are trained."""
     capacity: int
     """Items held at most; in a plane an item is a group."""
     sampler: Selector

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.arrays import known
-from penstock.commands.tables import aligned, over_length_line, reasons_line, size
+from penstock.commands.tables import aligned, masked_line, over_length_line, reasons_line, size
 from penstock.commands.which_run import RUN_HELP, plane_folder
 from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames import NAMES, PREFIX_SIZE, Block, Head, decode, describe, frame_size, raw_frames
@@ -227,6 +227,7 @@ def _run_text(found: dict[str, Any]) -> str:
         f"trained    {ledger['uses']:,} uses of samples",
         f"discarded  {reasons_line(ledger['discarded'])} (before they were put)",
         *_too_long(ledger["over_length"]),
+        *([masked_line(ledger["masked"])] if any(ledger["masked"].values()) else []),
         f"groups     {found['num_groups']:,}, {found['num_tokens']:,} tokens; {found['held_groups']:,} held",
         f"bytes      {size(found['frame_bytes'])} of frames kept, {size(found['held_bytes'])} not yet trained; {files}",
     ]

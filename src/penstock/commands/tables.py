@@ -47,3 +47,13 @@ def over_length_line(counts: dict[str, int]) -> str:
         f"{counts['truncated_samples']:,} samples truncated by {counts['truncated_tokens']:,} tokens, "
         f"{counts['dropped_samples']:,} samples of {counts['dropped_tokens']:,} tokens dropped"
     )
+
+
+def masked_line(counts: dict[str, int]) -> str:
+    """Return one line about tokens that were left out of the loss because they were too old.
+
+    >>> masked_line(dict(stale_tokens=1200, stale_samples=3))
+    'masked     1,200 tokens of 3 samples: older than max_token_staleness'
+    """
+    tokens, samples = counts["stale_tokens"], counts["stale_samples"]
+    return f"masked     {tokens:,} tokens of {samples:,} samples: older than max_token_staleness"

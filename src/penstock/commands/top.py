@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands import tenants
-from penstock.commands.tables import over_length_line, reasons_line, size
+from penstock.commands.tables import masked_line, over_length_line, reasons_line, size
 from penstock.commands.which_run import RUN_HELP, is_address, plane_folder
 from penstock.errors import InvalidInput
 from penstock.plane import Ledger
@@ -136,6 +136,8 @@ def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
         lines.append(f"slow       {_slow(now['slow'])}")
     if any(ledger["over_length"].values()):
         lines.append(f"too long   {over_length_line(ledger['over_length'])}")
+    if any(ledger["masked"].values()):
+        lines.append(masked_line(ledger["masked"]))
     if now.get("retain") == "all":
         lines.append("retain     all: this run frees nothing")
     if now.get("tenants"):

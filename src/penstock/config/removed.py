@@ -21,7 +21,6 @@ REMOVED = {
 """Name -> what to do instead."""
 REMOVED_COMMANDS = {
     "keep": f"{_STORAGE}: start `penstock serve` on a folder of a shared filesystem",
-    "simulate": "docs/sizing.md has the formula for how much one plane can serve",
 }
 """Command -> what to do instead."""
 REMOVED_FLAGS = {

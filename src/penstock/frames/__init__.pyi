@@ -46,6 +46,7 @@ from penstock.frames.ranges import Pieces as Pieces
 from penstock.frames.ranges import RangedFrame as RangedFrame
 from penstock.frames.reading import decode as decode
 from penstock.frames.reading import describe as describe
+from penstock.frames.stale_tokens import mask_stale as mask_stale
 from penstock.frames.writing import FramePieces as FramePieces
 from penstock.frames.writing import encode as encode
 from penstock.frames.writing import encode_group as encode_group

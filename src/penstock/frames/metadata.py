@@ -40,6 +40,7 @@ from penstock.frames.layout import Buffer
 from penstock.frames.node_prefixes import node_prefixes
 from penstock.frames.prefixes import Prefixes
 from penstock.frames.reading import describe
+from penstock.frames.token_versions import Counts, Terms, count_versions, versions_problem
 from penstock.frames.writing import FramePieces
 
 FORMAT = 4
@@ -91,8 +92,10 @@ class GroupMetadata(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Per sample the earlier one whose first tokens it repeats, or -1; empty when nothing is shared."""
     shared: tuple[int, ...]
     """Per sample how many first tokens agree with it in every input of the model: ids, columns per node, images."""
-    versions: tuple[tuple[tuple[int, int], ...], ...]
-    """Per sample (policy version, trained tokens it sampled), where that changed within the sample; else empty."""
+    versions: Counts
+    """Per sample (policy version, kept trained tokens it sampled), -1 for an unknown version. Empty where all samples
+    have the group's version throughout.
+    """
     digests: tuple[bytes, ...]
     """Per sample 16 bytes, computed by `penstock.arrays.digests`."""
     shapes: dict[str, Shape] = {}
@@ -119,6 +122,10 @@ class GroupMetadata(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The mean of each of the rollouts' metrics over the samples: at most 32, with names of at most 64 characters."""
     late: LateColumns = NO_LATE
     """Values that were attached after the put. The plane sets it; `columns`, `has`, `rewards` and counts include it."""
+    version_terms: Terms = ()
+    """Like `versions`: how many of these tokens have a weight in the rl, ce and ref_kl terms. Empty where the samples'
+    modes say so.
+    """
 
     @property
     def num_samples(self) -> int:
@@ -163,7 +170,7 @@ def _inflated(data: bytes) -> bytes:
 
 
 def _check_sizes(found: GroupMetadata) -> None:
-    """Raise unless per-sample fields have one entry per sample, and metrics are few."""
+    """Raise unless per-sample fields have one entry per sample, counts are possible, and metrics are few."""
     count = found.num_samples
     sizes = {"rewards": len(found.rewards) / 4, "truncated": len(found.truncated), "seconds": len(found.seconds)}
     sizes |= {f"late {name}": len(data) / 4 for name, data in found.late.values.items()}
@@ -171,6 +178,8 @@ def _check_sizes(found: GroupMetadata) -> None:
     for name, size in sizes.items():
         if size not in (0, count):
             raise CorruptFrame(f"metadata of a group: {name} of {size:g} samples; it has {count}")
+    if problem := versions_problem(found.versions, found.version_terms, np.frombuffer(found.loss_tokens, "<i8")):
+        raise CorruptFrame(f"metadata of a group: {problem}")
     if len(found.metrics) > MAX_METRICS or any(len(name) > MAX_METRIC_NAME for name in found.metrics):
         raise CorruptFrame(
             f"metadata of a group: {len(found.metrics)} metrics; at most {MAX_METRICS}, with names of at most "
@@ -244,7 +253,7 @@ def metadata_of(
         shared=tuple(found.lengths.tolist()) if shares else (),
         shared_patches=tuple(found.patches.tolist()) if shares else (),
         parted=tuple(found.parted.tolist()) if shares else (),
-        versions=_versions(samples),
+        **count_versions(samples, table.kept),
         digests=tuple(sample_digests(samples)),
         front=front,
         size=size,
@@ -395,19 +404,6 @@ def _shared(metadata: GroupMetadata) -> SharedPrefixes:
         return SharedPrefixes.none(metadata.num_samples)
     names = {"parents": "parents", "lengths": "shared", "patches": "shared_patches", "parted": "parted"}
     return SharedPrefixes(**{name: np.array(getattr(metadata, own), np.int64) for name, own in names.items()})
-
-
-def _versions(samples: Samples) -> tuple[tuple[tuple[int, int], ...], ...]:
-    column = samples.columns.get("weight_versions")
-    if column is None:
-        return ()
-    mask = samples.columns["loss_mask"]
-    out = []
-    for i in range(len(samples)):
-        row = column[i]
-        values, counts = np.unique(row[mask[i][: len(row)]], return_counts=True)
-        out.append(tuple(zip(values.tolist(), counts.tolist(), strict=True)))
-    return tuple(out)
 
 
 UNCUT = 2**40

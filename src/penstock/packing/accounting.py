@@ -3,7 +3,7 @@
 Nothing is estimated from a first micro-batch or a configured size. `Accounting.check` states how the numbers must add
 up; the tests run it on every plan they make.
 
-    input = packed + truncated + dropped          for tokens and for trained tokens
+    input = packed + truncated + dropped + stale  for trained tokens; for tokens without stale
     computed = tokens - shared + padding + dummies         for each rank, and in total
 """
 
@@ -101,6 +101,10 @@ class Accounting:
     """With trees: tokens with equal ids that are computed for each sample of a group, because their experts or images
     differ.
     """
+    stale_samples: int = 0
+    """Samples with trained tokens that were left out of the loss because they are too old."""
+    stale_loss_tokens: int = 0
+    """These tokens. They are computed, and not trained."""
 
     @property
     def efficiency(self) -> float:
@@ -156,6 +160,7 @@ class Accounting:
             "micro_batch_max_tokens": self.micro_batch_max_tokens,
             "over_cap": self.over_cap,
             "truncated_tokens": self.truncated_tokens,
+            "stale_loss_tokens": self.stale_loss_tokens,
             "dropped_samples": sum(self.dropped.values()),
             "efficiency": self.efficiency,
             "waste": self.waste,
@@ -167,7 +172,8 @@ class Accounting:
         total = self.total
         assert self.input_samples == total.samples + sum(self.dropped.values())
         assert self.input_tokens == total.tokens + self.truncated_tokens + self.dropped_tokens
-        assert self.input_loss_tokens == total.loss_tokens + self.truncated_loss_tokens + self.dropped_loss_tokens
+        lost = self.truncated_loss_tokens + self.dropped_loss_tokens + self.stale_loss_tokens
+        assert self.input_loss_tokens == total.loss_tokens + lost
         assert total.micro_batches == self.num_ranks * self.rows
         assert total.loss_tokens <= total.tokens and 0 <= total.shared_tokens <= total.tokens
         assert total.dummy_micro_batches <= total.micro_batches
@@ -192,6 +198,7 @@ def account(
     lost = np.array(sorted(dropped), np.intp)
     packed = np.setdiff1d(np.arange(len(metadata)), lost)
     trained = metadata.kept_loss_tokens.tolist()
+    stale = np.zeros(len(metadata), np.int64) if metadata.stale_loss_tokens is None else metadata.stale_loss_tokens
     ranks = {rank: _count([row[rank] for row in grid], trained) for rank in range(packing.ranks)}
     overhead = packing.cost.overhead
     return Accounting(
@@ -205,7 +212,9 @@ def account(
         input_loss_tokens=int(metadata.loss_tokens.sum()),
         truncated_samples=int((metadata.kept < metadata.lengths)[packed].sum()),
         truncated_tokens=int((metadata.lengths - metadata.kept)[packed].sum()),
-        truncated_loss_tokens=int((metadata.loss_tokens - metadata.kept_loss_tokens)[packed].sum()),
+        truncated_loss_tokens=int((metadata.loss_tokens - metadata.kept_loss_tokens - stale)[packed].sum()),
+        stale_samples=int((stale[packed] > 0).sum()),
+        stale_loss_tokens=int(stale[packed].sum()),
         dropped=dict(Counter(dropped[i] for i in lost.tolist())),
         dropped_tokens=int(metadata.lengths[lost].sum()),
         dropped_loss_tokens=int(metadata.loss_tokens[lost].sum()),

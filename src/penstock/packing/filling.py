@@ -150,6 +150,8 @@ def fill(
             _positions(layout, values)
         else:
             _gather(layout, rank_plan.table[name], values)
+    if rank_plan.oldest_version > 0:
+        _mask_stale(layout, columns)
     return _micro_batches(layout, columns)
 
 
@@ -199,6 +201,25 @@ def _gather(layout: _Layout, column: Column, out: Array) -> None:
     ]
     np.concatenate(views, out=out)
     return None
+
+
+def _mask_stale(layout: _Layout, columns: dict[str, Array]) -> None:
+    """Take tokens that too old a policy version sampled out of the loss. Those of an unknown version stay."""
+    samples, oldest = layout.samples, layout.rank_plan.oldest_version
+    mask, versions, given = columns["loss_mask"], columns.get("weight_versions"), samples.columns.get("weight_versions")
+    # A sample without versions per token was sampled by its own version throughout.
+    own = np.append(samples.policy_versions, NO_VERSION)[layout.rows]
+    if versions is not None and given is not None:  # other ranks may have samples with versions, and this one none
+        own[np.append(given.lengths, 0)[layout.rows] > 0] = NO_VERSION
+        mask[(versions > NO_VERSION) & (versions < oldest)] = False
+    mask[np.repeat((own > NO_VERSION) & (own < oldest), layout.lengths)] = False
+    accounts, trained = layout.rank_plan.accounting, int(np.count_nonzero(mask))
+    planned = accounts.ranks[layout.rank_plan.rank].loss_tokens
+    if len(layout.rank_plan) == accounts.rows and trained != planned:  # else it is one micro-batch of several
+        raise InvalidInput(
+            f"samples: {trained} trained tokens of policy version {oldest} or later, the rank plan counted {planned}; "
+            "pass the samples it was planned for"
+        )
 
 
 def _constants(layout: _Layout, column: Column) -> Array:

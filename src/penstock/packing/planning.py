@@ -174,4 +174,5 @@ def _rank_plan(
         pad_id=pad_id,
         totals=totals,
         accounting=accounting,
+        oldest_version=metadata.oldest_version,
     )

@@ -56,6 +56,8 @@ class RankPlan:
     pad_id: int
     totals: Totals
     accounting: Accounting
+    oldest_version: int = 0
+    """Tokens that an earlier policy version sampled are taken out of `loss_mask`."""
 
     def __len__(self) -> int:
         return len(self.padded)
@@ -125,6 +127,7 @@ class RankPlan:
                 shapes=self.shapes,
                 own={name: column.described() for name, column in self.own.items()},
                 shared=self.shared.astype("<i4").tobytes() if self.shared.any() else b"",
+                oldest_version=self.oldest_version,
             )
         )
 
@@ -151,6 +154,7 @@ class RankPlan:
                 shapes=wire.shapes,
                 own=own_of(wire.own),
                 shared=np.frombuffer(wire.shared or bytes(len(wire.order)), "<i4").astype(np.int32),
+                oldest_version=wire.oldest_version,
             )
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise CorruptFrame(f"rank plan: {error}; the sender and this reader disagree, or bytes were lost") from None
@@ -193,6 +197,8 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Missing in plans of earlier writers."""
     shared: bytes = b""
     """Empty where nothing is shared."""
+    oldest_version: int = 0
+    """Missing in plans of earlier writers."""
 
 
 # Made at import: msgspec crashes when two threads are the first to decode a type.

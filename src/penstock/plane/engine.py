@@ -81,6 +81,8 @@ class Drawn:
     groups: tuple[Place, ...]
     metadata: tuple[bytes, ...]
     """The metadata of each group, as the log stores it."""
+    oldest_version: int = 0
+    """Tokens that an earlier policy version sampled are left out of the loss."""
 
 
 class Engine:
@@ -240,7 +242,8 @@ class Engine:
         op = self.state.op + 1
         try:
             manifest = self.state.draw(op, step, counts)
-            return Drawn(step, op, self._places(manifest.groups), self._metadata(manifest.groups))
+            places, metadata = self._places(manifest.groups), self._metadata(manifest.groups)
+            return Drawn(step, op, places, metadata, oldest_token_version(self.settings, self.state, step))
         except WaitTimeout as error:
             if not isinstance(counts, Target) and len(counts) > 1:
                 self.recorder.rebuild()  # the draw may have taken groups from other tables before this one had too few
@@ -258,12 +261,17 @@ class Engine:
             digests=planned.digests,
             loss_tokens=planned.loss_tokens,
             summaries=planned.summaries,
+            oldest_version=drawn.oldest_version,
+            masked=planned.masked,
         )
         with self.log.transaction():
             self.log.add_step(drawn.step, drawn.op, msgspec.msgpack.encode(manifest))
             self.log.count_uses(manifest.groups)
         self.state.planned(drawn.step, manifest)
+        self.counts["tokens_masked"] += planned.masked[0]
+        self.counts["samples_masked"] += planned.masked[1]
         self.recorder.on_stage("planned", self._rows(drawn.step), drawn.step)
+        self.acceptance.generated.bias.planned(planned.summaries, [place.num_samples for place in drawn.groups])
         self.acceptance.generated.close(drawn.step, self.tenant_tables.metrics())
 
     def undo_draw(self, drawn: Drawn, bad: Mapping[int, str]) -> None:
@@ -329,7 +337,7 @@ class Engine:
         lacking = self._lacking_envs()
         why += lacking
         if held >= target.amount and not lacking:
-            why.append(f"{self.settings.replay.limiter} holds it back")
+            why.append(self.tenant_tables.waits_for() or f"{self.settings.replay.limiter} holds it back")
         if stale := self.acceptance.stale_in_a_row:
             why.append(
                 f"the last {stale} groups that arrived were dropped as stale (max_staleness "
@@ -499,6 +507,12 @@ def too_early(settings: PlaneSettings, state: PlaneState, step: int) -> str:
     drawn now are one version older when they are trained. With max_staleness 1 and version 5 published: a group of
     version 4 is fresh enough for the next step (5 - 4 = 1), but not for the one after it (6 - 4 = 2)."""
     most, ahead = settings.replay.max_staleness, step - state.next_step
+    tokens = settings.max_token_staleness
+    if tokens is not None and ahead > tokens:
+        return (
+            f"step {step - ahead + tokens} to be committed: max_token_staleness {tokens} would leave even tokens of "
+            f"the published version {state.policy_version} out of step {step} if it was drawn now"
+        )
     if most is None or ahead <= 0:
         return ""
     oldest = state.tenant_tables.oldest_version()  # scans all held groups, so only after the cheap tests
@@ -508,3 +522,14 @@ def too_early(settings: PlaneSettings, state: PlaneState, step: int) -> str:
         f"step {step - 1} to be committed: groups of policy version {oldest} would be staler than max_staleness {most} "
         f"if step {step} was drawn now"
     )
+
+
+def oldest_token_version(settings: PlaneSettings, state: PlaneState, step: int) -> int:
+    """Return the oldest policy version whose tokens a step trains; 0: any.
+
+    A step that is drawn ahead is trained after the steps before it are committed, and each commit counts as a version,
+    as in `too_early`."""
+    if settings.max_token_staleness is None:
+        return 0
+    ahead = max(0, step - state.next_step)
+    return max(0, state.policy_version + ahead - settings.max_token_staleness)

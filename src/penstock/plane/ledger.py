@@ -43,6 +43,14 @@ class Ledger:
     """Truncated and dropped samples longer than `seq_len`, and their tokens. Not part of the sum: such a sample is
     counted with its group, whose other samples are trained."""
 
+    masked: Counter[str] = field(default_factory=Counter)
+    """Trained tokens that steps left out of the loss because they were too old (`max_token_staleness`), and samples
+    with such tokens, counted again each time a sample is used. Not part of the sum: the sample is in its step."""
+
+    def mask(self, tokens: int, samples: int) -> None:
+        """Count stale tokens that a step does not train, and the samples they are in."""
+        self.masked.update(stale_tokens=tokens, stale_samples=samples)
+
     def shorten(self, counts: Mapping[str, int]) -> None:
         """Count truncated and dropped samples and tokens."""
         self.over_length.update(counts)
@@ -89,6 +97,7 @@ class Ledger:
             uses=found["uses"],
             discarded=Counter(found["discarded"]),
             over_length=Counter(found.get("over_length", {})),
+            masked=Counter(found.get("masked", {})),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -105,5 +114,6 @@ class Ledger:
             "uses": self.uses,
             "discarded": dict(sorted(self.discarded.items())),
             "over_length": {name: self.over_length[name] for name in OVER_LENGTH},
+            "masked": {name: self.masked[name] for name in ("stale_tokens", "stale_samples")},
             "balanced": self.balanced,
         }

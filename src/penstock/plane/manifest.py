@@ -92,6 +92,10 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Whether groups were drawn one at a time until a target of samples or tokens was met."""
     summaries: GroupSummaries = GroupSummaries()
     """Of its groups, for the viewer; kept when the plan is forgotten. Empty in steps of earlier versions."""
+    oldest_version: int = 0
+    """Tokens that an earlier policy version sampled are left out of the loss (`max_token_staleness`)."""
+    masked: tuple[int, int] = (0, 0)
+    """How many tokens that are, and in how many samples."""
 
     @staticmethod
     def of(rows: Sequence[GroupRow], policy_version: int) -> Manifest:

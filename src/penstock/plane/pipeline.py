@@ -360,7 +360,7 @@ class Pipeline:
         """Plan a drawn step. Runs on the steps thread."""
         metadata = self._fitting(drawn)
         try:
-            return self._builder.plan(metadata)
+            return self._builder.plan(metadata, drawn.oldest_version)
         except Exception as error:  # noqa: BLE001 - no accepted group may end the plane
             return _Unplannable(error, self._builder.unpackable(metadata))
 

@@ -7,7 +7,7 @@ its template, the flags of `penstock serve`, the tables in docs/settings.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -21,6 +21,7 @@ from penstock.log import check_address
 from penstock.packing import Packing
 from penstock.protocol import MAX_HEADER, Timeouts
 from penstock.replay import Replay as Replay
+from penstock.replay import WindowedFifo
 from penstock.storage import SIGNED_SCHEMES, address_of
 
 _BESIDE_BYTES = 1 << 20
@@ -273,6 +274,15 @@ class PlaneSettings:
             "groups of other tenants are rejected; empty: one table for all groups"
         ),
     ] = field(default_factory=dict)
+    max_token_staleness: Annotated[
+        int | None,
+        Meta(
+            ge=0,
+            le=1 << 31,
+            description="policy versions that a token may be behind the published one; older tokens are left out of "
+            "the loss when a step is planned, and counted in the ledger; none: all are trained",
+        ),
+    ] = None
     replay: ReplaySection = field(default_factory=Replay)
     timeouts: TimeoutsSection = field(default_factory=Timeouts)
     env_weights: Annotated[
@@ -286,6 +296,12 @@ class PlaneSettings:
 
     def __post_init__(self) -> None:
         check(self)
+        tokens, groups = self.max_token_staleness, self.replay.max_staleness
+        if tokens is not None and groups is not None and tokens >= groups:
+            raise ConfigError(
+                f"max_token_staleness: {tokens} with max_staleness {groups}; a group with older tokens is dropped "
+                "first, so none would ever be masked; give less, or leave max_staleness out"
+            )
         named = (("shares", self.shares), ("env_weights", self.env_weights))
         for setting, name in (("run", self.run), *((setting, name) for setting, names in named for name in names)):
             if problem := run_name_problem(name):
@@ -315,6 +331,7 @@ class PlaneSettings:
                 f"needs_deadline_s: {self.needs_deadline_s:g} with needs {self.needs!r}; name a column that may be "
                 f"attached later ({', '.join(LATE_COLUMNS)}), or leave it out"
             )
+        object.__setattr__(self, "replay", _with_window(self.replay, self.target))
         if self.target.groups is not None and self.target.groups > self.replay.capacity:
             raise ConfigError(
                 f"groups_per_step: {self.target.groups} with capacity {self.replay.capacity}; "
@@ -335,6 +352,23 @@ class PlaneSettings:
     def max_message_bytes(self) -> int:
         """Bytes of the largest message that the plane accepts: a group that may be held, or a header."""
         return max(min(self.max_group_bytes or 2 << 30, self.max_held_bytes), MAX_HEADER) + _BESIDE_BYTES
+
+
+def _with_window(replay: Replay, target: Target) -> Replay:
+    """Tell `WindowedFifo` how many groups make a step."""
+    sampler = replay.sampler
+    if not isinstance(sampler, WindowedFifo):
+        return replay
+    if target.groups is not None and sampler.groups_per_step not in (None, target.groups):
+        raise ConfigError(
+            f"sampler: {sampler} in a plane with groups_per_step {target.groups}; leave it out of the sampler"
+        )
+    if target.groups is None and sampler.groups_per_step is None:
+        raise ConfigError(
+            f"sampler: {sampler} in a plane with {target.unit}_per_step {target.amount}; give it groups_per_step, "
+            "about how many groups make a step: the window follows from it"
+        )
+    return replace(replay, sampler=replace(sampler, groups_per_step=sampler.groups_per_step or target.groups))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from penstock.plane.lease_book import Lease
 from penstock.plane.priorities import Reports
 from penstock.plane.task_book import SavedList
 
-FORMAT = 3
+FORMAT = 4
 
 
 class SavedTables(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -29,8 +29,8 @@ class SavedTables(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     owed: dict[str, float]
     evicted: dict[str, str]
     taken: dict[str, int]
-    lines: dict[str, list[tuple[str, int, int, int, int, float]]] = {}
-    """Table -> key, op, bytes, tokens, policy version and priority of the groups that queue before it."""
+    lines: dict[str, list[tuple[str, int, int, int, int, float, int]]] = {}
+    """Table -> key, op, bytes, tokens, policy version, priority and dispatch of the groups that queue before it."""
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -219,10 +219,14 @@ class PlaneState:
     def _insert(self, row: GroupRow) -> bool:
         # A group without a policy version counts as made by the current one. With max_staleness it is rejected earlier.
         version = self.policy_version if row.policy_version is None else row.policy_version
-        kept = self.tenant_tables.insert(row, version)
+        kept = self.tenant_tables.insert(row, version, self.dispatch_of(row))
         if not kept:
             self._left.append((row.id, "stale"))
         return kept
+
+    def dispatch_of(self, row: GroupRow) -> int:
+        """Return the number that `WindowedFifo` sorts a group by: the decision with which it began."""
+        return row.op
 
     def apportion(self, target: Target) -> Mapping[str, int] | Target | None:
         """Return what `draw` should take for the next step: a number of groups per table, or groups until a target is
@@ -254,6 +258,7 @@ class PlaneState:
     def planned(self, step: int, manifest: Manifest) -> None:
         """Note that the drawn step is planned and recorded."""
         self.steps[step], self._drawn = manifest, ()
+        self.ledger.mask(*manifest.masked)
 
     @property
     def is_drawing(self) -> bool:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays import step_digest
 from penstock.errors import PenstockError
-from penstock.frames import GroupMetadata, join_metadata, late_digests
+from penstock.frames import GroupMetadata, join_metadata, late_digests, mask_stale
 from penstock.packing import Packing, plan
 from penstock.plane.manifest import GroupSummaries
 from penstock.protocol import Buffer, Frames, PickedGroup, Staged, StepPicks
@@ -52,6 +52,8 @@ class PlannedStep:
     digests: tuple[str, ...]
     """Per rank, the digest of its plan and samples."""
     loss_tokens: int = 0
+    masked: tuple[int, int] = (0, 0)
+    """Trained tokens that are too old and left out of the loss, and the samples that have some."""
     summaries: GroupSummaries = _NO_SUMMARIES
 
 
@@ -62,8 +64,8 @@ Ready: TypeAlias = Callable[[Staged], None]
 class Builder(Protocol):
     """Plans and builds steps. Planes use `StepBuilder`, simulations a smaller one."""
 
-    def plan(self, metadata: Sequence[GroupMetadata]) -> PlannedStep:
-        """Plan a step of these groups."""
+    def plan(self, metadata: Sequence[GroupMetadata], oldest_version: int = 0) -> PlannedStep:
+        """Plan a step of these groups. Tokens that an earlier version sampled are left out of the loss."""
 
     def unpackable(self, metadata: Sequence[GroupMetadata]) -> dict[int, str]:
         """Return the groups that cannot be planned even alone, by position, with the reason."""
@@ -82,8 +84,8 @@ class StepBuilder:
     packing: Packing
     storage: Storage
 
-    def plan(self, metadata: Sequence[GroupMetadata]) -> PlannedStep:
-        made = plan(join_metadata(metadata), self.packing)
+    def plan(self, metadata: Sequence[GroupMetadata], oldest_version: int = 0) -> PlannedStep:
+        made = plan(mask_stale(join_metadata(metadata), metadata, oldest_version), self.packing)
         digests = [digest for group in metadata for digest in late_digests(group.digests, group.late.arrays())]
         needs = [rank_plan.needs for rank_plan in made.rank_plans]
         packed = [rank_plan.relative().to_bytes() for rank_plan in made.rank_plans]
@@ -94,6 +96,7 @@ class StepBuilder:
                 step_digest(data, [digests[i] for i in need.tolist()]) for data, need in zip(packed, needs, strict=True)
             ),
             loss_tokens=made.totals.step.loss_tokens,
+            masked=(made.accounting.stale_loss_tokens, made.accounting.stale_samples),
             summaries=GroupSummaries.of(metadata),
         )
 

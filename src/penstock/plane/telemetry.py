@@ -14,7 +14,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from penstock.errors import Overloaded, PenstockError
 from penstock.frames import GroupMetadata
 from penstock.log import Log
 from penstock.plane.intake import NONE, OverLength
+from penstock.plane.manifest import GroupSummaries
 from penstock.protocol import MAX_REASON, Admission, Coordinator
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ COUNTS = {
     "truncated_tokens": "tokens cut off",
     "dropped_samples": "samples dropped because they were longer than seq_len",
     "dropped_tokens": "tokens of these",
+    "tokens_masked": "trained tokens left out of the loss because they were too old",
+    "samples_masked": "samples with such tokens",
     "puts_repeated": "puts of a group that was accepted before",
     "puts_refused": "puts refused: the group, or its sender, is at fault",
     "puts_overloaded": "puts that found no room in time",
@@ -169,6 +172,37 @@ _KEPT_STEPS = 64
 """Steps whose metrics are kept: more than are ever planned and not delivered."""
 
 
+class Bias:
+    """Mean length and reward of everything that was put, and of everything that steps train, since the plane started.
+
+    What is dropped as stale or trained late differs between the two: a policy that favours short answers shows here."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float]] = {}
+
+    def add(self, side: str, name: str, total: float, weight: float) -> None:
+        """Add values with a sum and a weight. `side` is gen or train, `name` length or reward."""
+        if weight > 0 and math.isfinite(total):
+            before = self._sums.get(f"{side}/{name}_mean", (0.0, 0.0))
+            self._sums[f"{side}/{name}_mean"] = (before[0] + total, before[1] + weight)
+
+    def planned(self, summaries: GroupSummaries, samples: Sequence[int]) -> None:
+        """Count the groups of a planned step, with the number of samples of each."""
+        for name in ("length", "reward"):
+            for value, count in zip(summaries.numbers(name), samples, strict=False):
+                if value is not None:
+                    self.add("train", name, value * count, count)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the means, and how far what is trained deviates: relative for lengths, absolute for rewards."""
+        found = {name: total / weight for name, (total, weight) in self._sums.items()}
+        if found.get("gen/length_mean") and "train/length_mean" in found:
+            found["train/length_bias"] = found["train/length_mean"] / found["gen/length_mean"] - 1
+        if "gen/reward_mean" in found and "train/reward_mean" in found:
+            found["train/reward_bias"] = found["train/reward_mean"] - found["gen/reward_mean"]
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
 class Generated:
     """Means of reward, length and truncation over groups accepted since the last planned step.
 
@@ -180,6 +214,7 @@ class Generated:
         self._sums: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._of_step: dict[int, dict[str, float]] = {}
+        self.bias = Bias()
 
     def add(self, metadata: GroupMetadata) -> None:
         """Count a group that was accepted for training."""
@@ -187,8 +222,12 @@ class Generated:
         rewards = np.frombuffer(metadata.rewards, "<f4")
         scored = rewards[np.isfinite(rewards)]
         seconds = [one for one in metadata.seconds if one >= 0]
-        self._note("reward", float(scored.sum(dtype=np.float64)), len(scored))
-        self._note("length", float(np.frombuffer(metadata.lengths, "<i8").sum(dtype=np.float64)), count)
+        reward = float(scored.sum(dtype=np.float64))
+        length = float(np.frombuffer(metadata.lengths, "<i8").sum(dtype=np.float64))
+        self._note("reward", reward, len(scored))
+        self._note("length", length, count)
+        self.bias.add("gen", "reward", reward, len(scored))
+        self.bias.add("gen", "length", length, count)
         trained = np.frombuffer(metadata.loss_tokens, "<i8")
         self._note("completion_length", float(trained.sum(dtype=np.float64)), count)
         self._note("truncated", float(np.frombuffer(metadata.truncated, np.bool_).sum()), count)
@@ -203,7 +242,7 @@ class Generated:
         """Close the interval of a planned step. `buffer` are the metrics of the tables at that moment."""
         self._last = self._means()
         held = {name: buffer[name] for name in ("buffer/items", "buffer/staleness_mean", "buffer/staleness_max")}
-        self._of_step[step] = self._last | held
+        self._of_step[step] = self._last | held | self.bias.metrics()
         while len(self._of_step) > _KEPT_STEPS:
             del self._of_step[next(iter(self._of_step))]
         self._open, self._sums = Counter(), {}
@@ -214,7 +253,7 @@ class Generated:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the last interval, or of the current one before the first step."""
-        return self._last or self._means()
+        return (self._last or self._means()) | self.bias.metrics()
 
     def _means(self) -> dict[str, float]:
         if not self._open:
@@ -235,6 +274,7 @@ _WATCHED = {
 
 _ONCE = {
     "groups_untrained": "a group was accepted in which no token is trained, or none has logprobs",
+    "tokens_masked": "a step has trained tokens older than max_token_staleness, which are left out of the loss",
     "priorities_unknown": "a rank reported priorities of ids that neither a group nor a sample of the step has",
 }
 

@@ -107,6 +107,8 @@ class Waiting(NamedTuple):
     num_tokens: int
     policy_version: int
     priority: float = 1.0
+    dispatch: int = 0
+    """What `WindowedFifo` sorts by."""
 
 
 class TenantTables:
@@ -197,10 +199,10 @@ class TenantTables:
             found.advance(self._policy_version)
         return found
 
-    def insert(self, row: GroupRow, policy_version: int) -> bool:
+    def insert(self, row: GroupRow, policy_version: int, dispatch: int) -> bool:
         """Insert a group, or queue it if its table has no room. Returns False if it is too stale to be sampled."""
         priority = self.given.pop(row.id, 1.0)
-        waiting = Waiting(row.id, row.op, row.size, row.tokens, policy_version, priority)
+        waiting = Waiting(row.id, row.op, row.size, row.tokens, policy_version, priority, dispatch)
         table = self.table(row.run)
         if row.run not in self.lines and table.may_insert():
             with suppress(WaitTimeout):
@@ -233,6 +235,11 @@ class TenantTables:
         if len(others) < len(line):
             return True
         return self.table(row.run).remove([row.id]) > 0
+
+    def waits_for(self) -> str:
+        """Return what samplers wait for although groups are held, or ""."""
+        found = {name: table.waits_for for name, table in sorted(self.tables.items())}
+        return "; ".join(f"{name}: {text}" if name else text for name, text in found.items() if text)
 
     def is_waiting(self, row: GroupRow) -> bool:
         """Return whether a group is in its table or queue."""
@@ -340,7 +347,9 @@ class TenantTables:
         try:
             while have < target.amount:
                 if not busy:
-                    raise WaitTimeout(f"{have} of {target} may be drawn now")
+                    raise WaitTimeout(
+                        "; ".join(filter(None, [f"{have} of {target} may be drawn now", self.waits_for()]))
+                    )
                 table_name = shares.most_owed(busy)
                 key = drawings[table_name].pick()
                 if key is None and self.env_unit is not None:
@@ -451,6 +460,7 @@ def _insert(table: Table, group: Waiting) -> bool:
         num_bytes=group.num_bytes,
         num_tokens=group.num_tokens,
         policy_version=group.policy_version,
+        dispatch=group.dispatch,
         timeout=0,
     )
     return handle is not None

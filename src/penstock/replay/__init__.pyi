@@ -14,6 +14,7 @@ from penstock.replay.freshest import Freshest as Freshest
 from penstock.replay.importance import importance_weights as importance_weights
 from penstock.replay.limiters import Limiter as Limiter
 from penstock.replay.limiters import MinSize as MinSize
+from penstock.replay.limiters import Paced as Paced
 from penstock.replay.limiters import Queue as Queue
 from penstock.replay.limiters import SamplesPerInsert as SamplesPerInsert
 from penstock.replay.prioritized import Prioritized as Prioritized
@@ -29,3 +30,4 @@ from penstock.replay.table_settings import SELECTORS as SELECTORS
 from penstock.replay.table_settings import Replay as Replay
 from penstock.replay.table_settings import Settings as Settings
 from penstock.replay.uniform import Uniform as Uniform
+from penstock.replay.windowed_fifo import WindowedFifo as WindowedFifo

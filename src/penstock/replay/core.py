@@ -16,6 +16,7 @@ from penstock.replay.selector import Draw, Index
 from penstock.replay.slots import TIMES, VERSION, Key, Slots
 from penstock.replay.table_metrics import Counters, Reason
 from penstock.replay.table_settings import Settings
+from penstock.replay.windowed_fifo import DispatchIndex
 
 OnEvict = Callable[[Key, Reason], None]
 
@@ -56,9 +57,19 @@ class Store:
 
     def may_sample(self, count: int, *, replace: bool) -> bool:
         held = len(self.slots.slot_of)
-        if held < (1 if replace else count):
+        if held < (1 if replace else count) or min(count, held) > self.reach():
             return False
         return self._limiter.may_sample(count, self.counters.inserted, self.counters.sampled, held)
+
+    def reach(self) -> int:
+        """Return how many items the sampler would let go now."""
+        sampling = self.sampling
+        return sampling.reach() if isinstance(sampling, DispatchIndex) else len(self.slots.slot_of)
+
+    @property
+    def waits_for(self) -> str:
+        """What the sampler waits for although items are held, or ""."""
+        return self.sampling.waits_for if isinstance(self.sampling, DispatchIndex) else ""
 
     def _fits(self, key: Key, num_bytes: int, num_tokens: int) -> bool:
         """Return whether an item would fit now, in place of the one it replaces."""
@@ -74,7 +85,16 @@ class Store:
             and held_tokens + num_tokens <= self._max_tokens
         )
 
-    def insert(self, key: Key, item: Any, priority: float, num_bytes: int, num_tokens: int, policy_version: int) -> int:
+    def insert(
+        self,
+        key: Key,
+        item: Any,
+        priority: float,
+        num_bytes: int,
+        num_tokens: int,
+        policy_version: int,
+        dispatch: int | None = None,
+    ) -> int:
         """Store an item after evicting what must go. No limit is exceeded even briefly, and the new item is never
         evicted for itself.
         """
@@ -91,7 +111,10 @@ class Store:
         counters.inserted_bytes += num_bytes
         counters.inserted_tokens += num_tokens
         slot, handle = slots.put(key, item, counters.inserted, policy_version, num_bytes, num_tokens)
-        self.sampling.insert(slot, priority, policy_version)
+        if dispatch is not None and isinstance(self.sampling, DispatchIndex):
+            self.sampling.insert_at(slot, dispatch)
+        else:
+            self.sampling.insert(slot, priority, policy_version)
         if removing is not None:
             removing.insert(slot, priority, policy_version)
         return handle

@@ -25,6 +25,7 @@ class Drawing:
     def __init__(self, store: Store, done: Callable[[], None], *, undoable: bool) -> None:
         self._store, self._done = store, done
         self._held = len(store.slots)
+        self._reach = store.reach()
         self._before = (store.rng.bit_generator.state, store.sampling.state()) if undoable else None
         self._picked: dict[int, None] = {}
         self._pending: list[tuple[int, bool]] = []
@@ -37,7 +38,7 @@ class Drawing:
     def pick(self) -> Key | None:
         """Pick one more item and return its key, or None when none is left or the limiter allows no further item."""
         count, store = len(self._picked) + 1, self._store
-        if count > self._held:
+        if count > self._reach:
             return None
         most = store.settings.limiter.max_batch
         if most is not None and count > most:

@@ -2,7 +2,8 @@
 
 A limiter is a frozen rule over three numbers that the table counts: items inserted, items sampled, items held. It has
 no state, so nothing has to be saved or can get out of step. When the table is built, `check` rejects settings under
-which both sides would end up waiting for each other.
+which both sides would end up waiting for each other. `Paced` holds back neither: it bounds how many prompts are handed
+out (`lease_room`).
 
 `SamplesPerInsert` compares the balance `inserted * ratio - sampled` with two bounds around `ratio * min_size`. With
 ratio 2, min_size 4 and error_buffer 4 the bounds are 8 - 4 = 4 and 8 + 4 = 12:
@@ -207,6 +208,54 @@ class SamplesPerInsert:
 
     def lease_room(self, *, version: int, groups_per_step: float, accepted: int, running: int) -> int | None:  # noqa: ARG002
         return None
+
+
+MAX_ROOM = 1 << 53
+"""Bound on `Paced.lease_room`: more prompts than any run hands out, and exact as a float."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """Prompts are handed out only while what they generate can still be trained within `max_staleness`.
+
+    Puts and samples never wait for it: it counts prompts handed out as tasks. When `v` weight updates were made, steps
+    up to number `v + max_staleness + 1` train what is begun now, so that many steps' groups may have begun in total:
+
+    >>> Paced(max_staleness=1).lease_room(version=3, groups_per_step=8, accepted=30, running=6)   # (1 + 3 + 1) * 8 - 36
+    4
+    """
+
+    max_staleness: Annotated[
+        int, Meta(ge=0, le=1 << 20, description="weight updates that may happen until a group is trained")
+    ]
+
+    def __post_init__(self) -> None:
+        check(self, "Paced")
+
+    @property
+    def min_size(self) -> int:
+        return 1
+
+    @property
+    def max_batch(self) -> int | None:
+        return None
+
+    def check(self, *, capacity: int, max_times_sampled: int | None, evicts: bool) -> None:  # noqa: ARG002
+        if max_times_sampled != 1:
+            raise ConfigError(
+                f"Paced: max_times_sampled {max_times_sampled}; it counts every group as trained once; give 1, or "
+                "another limiter (SamplesPerInsert paces replay)"
+            )
+
+    def may_insert(self, inserted: int, sampled: int, held: int) -> bool:  # noqa: ARG002
+        return True
+
+    def may_sample(self, count: int, inserted: int, sampled: int, held: int) -> bool:  # noqa: ARG002
+        return held >= 1
+
+    def lease_room(self, *, version: int, groups_per_step: float, accepted: int, running: int) -> int | None:
+        usable = (self.max_staleness + version + 1) * groups_per_step
+        return max(0, int(min(usable, MAX_ROOM)) - accepted - running)
 
 
 def _check_min_size(limiter: MinSize | SamplesPerInsert, capacity: int) -> None:

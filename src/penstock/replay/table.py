@@ -32,6 +32,7 @@ from penstock.replay.slots import VERSION, Key
 from penstock.replay.table_checkpoint import Dump, Load
 from penstock.replay.table_metrics import report
 from penstock.replay.table_settings import Replay, Settings
+from penstock.replay.windowed_fifo import DispatchIndex
 
 if TYPE_CHECKING:
     from penstock.replay.table_keywords import TableKeywords
@@ -96,12 +97,14 @@ class Table:
         num_bytes: int = 0,
         num_tokens: int = 0,
         policy_version: int = 0,
+        dispatch: int | None = None,
         timeout: float | None = None,
     ) -> int | None:
         """Store an item and return its handle, or None if it is already too stale ever to be sampled.
 
         Waits while the limiter holds inserts back, or while the table is full and has no remover. Raises WaitTimeout
-        after `timeout` seconds (0 tries once). An item with the same key is replaced.
+        after `timeout` seconds (0 tries once). An item with the same key is replaced. `dispatch` is the number that
+        `WindowedFifo` sorts by: when its generation began. Without one an item sorts behind those before it.
         """
         if not _is_priority(priority):
             _refuse_priority(f"insert({key!r}): priority", priority)
@@ -116,8 +119,10 @@ class Table:
                 self._wait_to_insert(key, num_bytes, num_tokens, policy_version, timeout)
             if policy_version < store.oldest_version:
                 store.counters.refused_stale += 1
+                if dispatch is not None and isinstance(store.sampling, DispatchIndex):
+                    store.sampling.unexpect(dispatch)
                 return None
-            handle = store.insert(key, item, priority, num_bytes, num_tokens, policy_version)
+            handle = store.insert(key, item, priority, num_bytes, num_tokens, policy_version, dispatch)
             if self._samplers.turns:
                 self._samplers.wake()
             return handle
@@ -204,7 +209,7 @@ class Table:
             lambda: store.may_sample(n, replace=replace),
             closed=lambda: self._closed,
             timeout=timeout,
-            what=lambda: f"sample({n}): {store.occupancy()}, {store.settings.limiter}; insert more",
+            what=lambda: f"sample({n}): {store.occupancy()}, {store.waits_for or store.settings.limiter}; insert more",
         )
 
     # -- changing what is held -----------------------------------------------------------------------------
@@ -272,6 +277,19 @@ class Table:
             self._inserters.wake()
         return len(slots)
 
+    def expect(self, dispatch: int) -> None:
+        """Note that an item with this dispatch number is being generated. Only `WindowedFifo` waits for it."""
+        with self._lock:
+            if isinstance(self._store.sampling, DispatchIndex):
+                self._store.sampling.expect(dispatch)
+
+    def unexpect(self, dispatch: int) -> None:
+        """Note that an expected item will not arrive."""
+        with self._lock:
+            if isinstance(self._store.sampling, DispatchIndex):
+                self._store.sampling.unexpect(dispatch)
+                self._samplers.wake()
+
     def close(self) -> None:
         """Wake every waiting thread with `Closed`. Inserts and samples raise it from now on."""
         with self._lock:
@@ -305,6 +323,12 @@ class Table:
         """Return whether a sample of `n` distinct items would pass without waiting."""
         with self._lock:
             return self._store.may_sample(n, replace=False)
+
+    @property
+    def waits_for(self) -> str:
+        """What the sampler waits for although items are held, or ""."""
+        with self._lock:
+            return self._store.waits_for
 
     @property
     def oldest_version(self) -> int | None:

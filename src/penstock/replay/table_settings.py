@@ -12,10 +12,11 @@ from penstock.errors import ConfigError
 from penstock.replay.by_priority import MaxPriority, MinPriority
 from penstock.replay.fifo_lifo import Fifo, Lifo
 from penstock.replay.freshest import Freshest
-from penstock.replay.limiters import Limiter, MinSize, Queue, SamplesPerInsert
+from penstock.replay.limiters import Limiter, MinSize, Paced, Queue, SamplesPerInsert
 from penstock.replay.prioritized import Prioritized
 from penstock.replay.selector import Selector
 from penstock.replay.uniform import Uniform
+from penstock.replay.windowed_fifo import WindowedFifo
 
 SELECTORS = Kinds(
     fifo=Fifo,
@@ -25,9 +26,10 @@ SELECTORS = Kinds(
     prioritized=Prioritized,
     min_priority=MinPriority,
     max_priority=MaxPriority,
+    windowed_fifo=WindowedFifo,
 )
 """Samplers and removers by the names that files, flags and checkpoints use."""
-LIMITERS = Kinds(min_size=MinSize, queue=Queue, samples_per_insert=SamplesPerInsert)
+LIMITERS = Kinds(min_size=MinSize, queue=Queue, samples_per_insert=SamplesPerInsert, paced=Paced)
 """Limiters by name."""
 
 MAX_CAPACITY = 1 << 27
@@ -70,6 +72,17 @@ class Replay:
             raise ConfigError(
                 "remover, max_times_sampled, max_staleness: all none, so nothing ever leaves and a full "
                 "table stops; give one of them (remover=Fifo() drops the oldest)"
+            )
+        if isinstance(self.sampler, WindowedFifo) and self.max_times_sampled is None:
+            raise ConfigError(
+                "sampler: WindowedFifo with max_times_sampled none; the oldest groups would be trained for ever; give "
+                "the number of uses"
+            )
+        pace = self.limiter.max_staleness if isinstance(self.limiter, Paced) else 0
+        if self.max_staleness is not None and self.max_staleness < pace:
+            raise ConfigError(
+                f"limiter: {self.limiter} with max_staleness {self.max_staleness}; groups that it lets begin would be "
+                "dropped as stale; give max_staleness at least as much, or none"
             )
         self.limiter.check(
             capacity=self.capacity,

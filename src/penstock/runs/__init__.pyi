@@ -23,5 +23,11 @@ from penstock.runs.recovery import plan_recovery as plan_recovery
 from penstock.runs.rerunning import rerun as rerun
 from penstock.runs.run_copy import Copied as Copied
 from penstock.runs.run_copy import RunCopy as RunCopy
+from penstock.runs.staleness import POLICIES as POLICIES
+from penstock.runs.staleness import Rates as Rates
+from penstock.runs.staleness import Workload as Workload
+from penstock.runs.staleness import lognormal_workload as lognormal_workload
+from penstock.runs.staleness import recorded_workload as recorded_workload
+from penstock.runs.staleness import simulate_staleness as simulate_staleness
 from penstock.runs.storage_check import Report as Report
 from penstock.runs.storage_check import check as check

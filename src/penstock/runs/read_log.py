@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -12,7 +13,7 @@ from penstock.arrays import Samples
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.frames import Buffer, GroupMetadata, attach_late, decode
 from penstock.log import FORMAT, LOG, Advance, Discard, LogReader, Shorten, State, is_run, read_record, reading
-from penstock.plane import Ledger, Manifest, read_manifest
+from penstock.plane import SETTINGS, Ledger, Manifest, read_manifest
 from penstock.protocol import OVER_LENGTH
 from penstock.storage import KeptStorage, open_storage
 
@@ -201,6 +202,11 @@ def _counts(log: LogReader, next_step: int) -> dict[str, Any]:
         ledger.add(state, "", -samples)
         ledger.add(State.COMMITTED, "", samples)
         totals["held_bytes"] -= size
+    texts = [text for name, text in log.all_meta().items() if name.startswith(SETTINGS)]
+    # Reading every manifest of a long run takes long. Only runs with this setting mask anything.
+    if any(re.search(r"^max_token_staleness = \d", text, re.M) for text in texts):
+        for (data,) in log.rows("SELECT manifest FROM steps"):
+            ledger.mask(*read_manifest(data).masked)
     return totals | _records(log, ledger) | {"ledger": ledger.as_dict()}
 
 

@@ -40,6 +40,8 @@ class StepEntry:
     """Ops of its groups, in the order in which they were drawn."""
     digests: tuple[str, ...]
     """Per rank, the digest of its plan and samples; empty if the plan was freed."""
+    oldest_version: int = 0
+    """Tokens of earlier policy versions were left out of the loss."""
 
 
 @dataclass(slots=True)
@@ -84,7 +86,7 @@ class RecordedRun:
         query = "SELECT step, op, manifest FROM steps WHERE step < ? ORDER BY step"
         for step, op, data in log.rows(query, (int(meta.get("next_step", 1)),)):
             manifest = read_manifest(data)
-            self.steps[step] = StepEntry(step, op, manifest.groups, manifest.digests)
+            self.steps[step] = StepEntry(step, op, manifest.groups, manifest.digests, manifest.oldest_version)
 
     def has_frame(self, op: int) -> bool:
         return bool(self.groups[op].location) and op not in self.gone

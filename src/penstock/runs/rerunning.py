@@ -269,8 +269,11 @@ class _Life:
                 f"Step {entry.step} was trained when it was recorded, and waits now for {drawn}.", entry.step
             )
         self._compare_groups(entry, [place.group for place in drawn.groups])
+        # The version that counted depends on how far ahead the step was drawn, which only the step itself records.
+        drawn = replace(drawn, oldest_version=entry.oldest_version)
         try:
-            planned = self._builder.plan([GroupMetadata.from_bytes(data) for data in drawn.metadata])
+            metadata = [GroupMetadata.from_bytes(data) for data in drawn.metadata]
+            planned = self._builder.plan(metadata, drawn.oldest_version)
         except PenstockError as error:
             raise _Differs(f"Step {entry.step} cannot be planned now: {error}", entry.step) from None
         self.engine.record(drawn, planned)

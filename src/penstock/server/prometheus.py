@@ -140,6 +140,22 @@ class _Collected:
         return self._families
 
 
+def _ledger_points(ledger: dict[str, Any]) -> Iterator[Point]:
+    yield "penstock_ledger_accepted_samples_total", "counter", {}, ledger["accepted"]
+    yield "penstock_ledger_uses_total", "counter", {}, ledger["uses"]
+    yield "penstock_ledger_balanced", "gauge", {}, float(ledger["balanced"])
+    for state in _STATES:
+        yield "penstock_ledger_samples", "gauge", {"state": state}, ledger[state]
+    for name in ("dropped", "discarded"):
+        for reason, count in ledger[name].items():
+            yield f"penstock_ledger_{name}_samples_total", "counter", {"reason": reason}, count
+    for name, count in ledger["over_length"].items():
+        action, _, unit = name.partition("_")
+        yield f"penstock_ledger_over_length_{unit}_total", "counter", {"action": action}, count
+    for name, count in ledger["masked"].items():
+        yield f"penstock_ledger_masked_{name}_total", "counter", {}, count
+
+
 def _points(status: dict[str, Any]) -> Iterator[Point]:
     for path, value in status["metrics"].items():
         side, _, name = path.partition("/")
@@ -152,18 +168,7 @@ def _points(status: dict[str, Any]) -> Iterator[Point]:
             yield f"penstock_{side}_{what}_total", "counter", {}, value
         else:
             yield f"penstock_{side}_{what}", "gauge", {}, value
-    ledger = status["ledger"]
-    yield "penstock_ledger_accepted_samples_total", "counter", {}, ledger["accepted"]
-    yield "penstock_ledger_uses_total", "counter", {}, ledger["uses"]
-    yield "penstock_ledger_balanced", "gauge", {}, float(ledger["balanced"])
-    for state in _STATES:
-        yield "penstock_ledger_samples", "gauge", {"state": state}, ledger[state]
-    for name in ("dropped", "discarded"):
-        for reason, count in ledger[name].items():
-            yield f"penstock_ledger_{name}_samples_total", "counter", {"reason": reason}, count
-    for name, count in ledger["over_length"].items():
-        action, _, unit = name.partition("_")
-        yield f"penstock_ledger_over_length_{unit}_total", "counter", {"action": action}, count
+    yield from _ledger_points(status["ledger"])
     for kind, count in status["counts"].items():
         yield "penstock_plane_events_total", "counter", {"kind": kind}, count
     for tenant, metadata in status["tenants"].items():
