@@ -7,6 +7,7 @@ import random
 import pytest
 
 from penstock.plane.settings import Replay, Target
+from penstock.replay import Fifo, WindowedFifo
 from tests.support.planes import OpenEngine
 from tests.support.task_model import STALENESS, TaskRun
 
@@ -19,13 +20,15 @@ ACTIONS = {
     TaskRun.restart: 1,
 }
 
+SAMPLERS = (Fifo(), WindowedFifo(target_offpolicy=1, window=0.3))
+
 
 def live(open_engine: OpenEngine, seed: int, *, changes: bool) -> TaskRun:
     rng = random.Random(seed)
     engine = open_engine(
         target=Target(groups=2),
         ranks=1,
-        replay=Replay(max_staleness=STALENESS, capacity=1000),
+        replay=Replay(sampler=SAMPLERS[seed % 2], max_staleness=STALENESS, capacity=1000),
         snapshot_every=rng.choice([5, 1 << 30]),
     )
     run = TaskRun(engine, rng)

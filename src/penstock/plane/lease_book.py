@@ -13,7 +13,7 @@ memory, which a restart sets to its beginning. So no process loses its work beca
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -47,6 +47,7 @@ class LeaseBook:
         self._numbers: dict[tuple[str, str], int] = {}
         self._ended: dict[int, str] = {}
         """Reasons of leases that ended lately. Not in the snapshot: only a message is shorter without it."""
+        self.on_end: Callable[[Lease], None] = lambda _lease: None
 
     def begin(self, op: int, record: HandOut, version: int) -> None:
         """Apply a hand-out."""
@@ -67,6 +68,7 @@ class LeaseBook:
         self._ended[number] = reason
         if len(self._ended) > _REMEMBERED:
             del self._ended[next(iter(self._ended))]
+        self.on_end(lease)
         return lease
 
     def complete(self, kind: str, key: str, reason: str) -> None:

@@ -62,14 +62,14 @@ from penstock.plane.evaluations import Evaluations
 from penstock.plane.freeing import Freeing
 from penstock.plane.group_kinds import count_kinds
 from penstock.plane.late_groups import COLUMN, LateGroups
-from penstock.plane.lease_book import RETURNED, LeaseBook
+from penstock.plane.lease_book import RETURNED, Lease, LeaseBook
 from penstock.plane.ledger import Ledger
 from penstock.plane.manifest import Manifest, read_manifest
 from penstock.plane.outcomes import Outcomes
 from penstock.plane.priorities import Reports
 from penstock.plane.settings import Replay, Target, Unit
 from penstock.plane.snapshot import Saved
-from penstock.plane.task_book import TaskBook
+from penstock.plane.task_book import PROMPT, TaskBook
 from penstock.plane.tenant_tables import TenantTables
 from penstock.protocol import OVER_LENGTH
 from penstock.replay import Key
@@ -118,6 +118,7 @@ class PlaneState:
         self.tenant_tables = TenantTables(
             replay, lambda key, reason: self._left.append((str(key), str(reason))), env_unit
         )
+        self.leases.on_end = self._lease_ended
         self.rows: dict[int, GroupRow] = {}
         self.by_id: dict[str, int] = {}
         self.steps: dict[int, Manifest] = {}
@@ -225,8 +226,14 @@ class PlaneState:
         return kept
 
     def dispatch_of(self, row: GroupRow) -> int:
-        """Return the number that `WindowedFifo` sorts a group by: the decision with which it began."""
-        return row.op
+        """Return the number that `WindowedFifo` sorts a group by: of the lease on its prompt, or, if its prompt was
+        not handed out by the plane, of its own acceptance."""
+        leased = self.tasks.dispatched(row.id)
+        return row.op if leased is None else leased
+
+    def _lease_ended(self, lease: Lease) -> None:
+        if lease.kind == PROMPT:
+            self.tenant_tables.unexpect(lease.number)
 
     def apportion(self, target: Target) -> Mapping[str, int] | Target | None:
         """Return what `draw` should take for the next step: a number of groups per table, or groups until a target is
@@ -309,6 +316,8 @@ class PlaneState:
             self.op = max(self.op, op + numbers_taken(record) - 1)
             self.leases.begin(op, record, self.policy_version)
             self.tasks.hand_out(record)
+            for number, key in enumerate(record.keys if record.kind == PROMPT else (), start=op):
+                self.tenant_tables.expect(number, self.tasks.tenant_of(key))
             for key in record.keys if record.kind == COLUMN else ():
                 self.late.lent(key)
         elif isinstance(record, ReturnLeases):

@@ -417,6 +417,11 @@ class TaskBook:
         elif State.QUARANTINED in (old, new) and (found := self._find(group)):
             found[1].set_aside(found[0], is_aside=new is State.QUARANTINED)
 
+    def tenant_of(self, group: str) -> str:
+        """Return the tenant of a task's list, or "" if there is none."""
+        found = self._find(group)
+        return "" if found is None else found[1].opened.tenant
+
     def dispatched(self, group: str) -> int | None:
         """Return the number of the hand-out of a held group, or None if it belongs to no task."""
         if found := self._find(group):

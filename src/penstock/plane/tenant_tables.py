@@ -199,6 +199,17 @@ class TenantTables:
             found.advance(self._policy_version)
         return found
 
+    def expect(self, dispatch: int, tenant: str) -> None:
+        """Note that a group is being generated. Where groups wait by environment its table is not known yet."""
+        name = tenant if self.members else ""
+        if self.env_unit is None and (name in self.members or not self.members):
+            self.table(name).expect(dispatch)
+
+    def unexpect(self, dispatch: int) -> None:
+        """Note that a group arrived, or never will."""
+        for table in self.tables.values():
+            table.unexpect(dispatch)
+
     def insert(self, row: GroupRow, policy_version: int, dispatch: int) -> bool:
         """Insert a group, or queue it if its table has no room. Returns False if it is too stale to be sampled."""
         priority = self.given.pop(row.id, 1.0)
