@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -31,7 +31,7 @@ PARTS = {
 }
 
 
-def run(parts: dict[str, Sequence[str]]) -> int:
+def run(parts: Mapping[str, Sequence[str]]) -> int:
     """Run commands at the same time, the last one with its output as it comes. Return 1 if any fails."""
     *behind, shown = parts
     codes: dict[str, int] = {}
