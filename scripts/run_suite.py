@@ -19,10 +19,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PYTEST = [str(Path(sys.executable).parent / "pytest")]
-SLOW_TO_IMPORT = ["tests/integrations", "tests/capture/test_verifiers.py", "tests/commands/test_rollouts_command.py"]
+SLOW_TO_IMPORT = [
+    "tests/integrations",
+    "tests/capture/test_verifiers.py",
+    "tests/commands/test_rollouts_command.py",
+    "tests/replay/test_statistics.py",
+    "src/penstock/integrations",
+]
 PARTS = {
     "checks": ["bash", "scripts/check"],
-    "integrations": [*PYTEST, *SLOW_TO_IMPORT],
+    "integrations": [*PYTEST, "--doctest-modules", *SLOW_TO_IMPORT],
     "tests": [
         *PYTEST,
         *("-n", "4", "--dist", "loadscope", "--no-loadscope-reorder", "--doctest-modules", "tests", "src"),
