@@ -16,7 +16,7 @@ help:
 	@echo "make test-canary      newest releases and pre-releases of the packages that integrations touch, each in its own environment"
 	@echo "make bench   set up, then measure against rivals on this machine"
 	@echo "make docs    build the documentation site into build/site, in .venv-docs; fails on a broken link"
-	@echo "make release-check    wheel, sdist, metadata, changelog, and the lowest declared versions of the dependencies"
+	@echo "make release-check    wheel, sdist, metadata, changelog, the lowest declared versions of the dependencies, and tests marked release"
 	@echo "make clean   remove what the others made, .venv included"
 
 demo:
