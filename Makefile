@@ -17,7 +17,7 @@ help:
 	@echo "make test-pages       every page of an integration with the built wheel in an empty folder, as it is and with kill -9"
 	@echo "make bench   set up, then measure against rivals on this machine"
 	@echo "make docs    build the documentation site into build/site, in .venv-docs; fails on a broken link"
-	@echo "make release-check    wheel, sdist, metadata, changelog, and the lowest declared versions of the dependencies"
+	@echo "make release-check    wheel, sdist, metadata, changelog, the lowest declared versions of the dependencies, and tests marked release"
 	@echo "make clean   remove what the others made, .venv included"
 
 demo:

@@ -14,15 +14,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PYTEST = [str(Path(sys.executable).parent / "pytest")]
-SLOW_TO_IMPORT = ["tests/integrations", "tests/capture/test_verifiers.py", "tests/commands/test_rollouts_command.py"]
+SLOW_TO_IMPORT = [
+    "tests/integrations",
+    "tests/capture/test_verifiers.py",
+    "tests/commands/test_rollouts_command.py",
+    "tests/replay/test_statistics.py",
+    "src/penstock/integrations",
+]
 PARTS = {
     "checks": ["bash", "scripts/check"],
-    "integrations": [*PYTEST, *SLOW_TO_IMPORT],
+    "integrations": [*PYTEST, "--doctest-modules", *SLOW_TO_IMPORT],
     "tests": [
         *PYTEST,
         *("-n", "4", "--dist", "loadscope", "--no-loadscope-reorder", "--doctest-modules", "tests", "src"),
@@ -31,7 +37,7 @@ PARTS = {
 }
 
 
-def run(parts: dict[str, Sequence[str]]) -> int:
+def run(parts: Mapping[str, Sequence[str]]) -> int:
     """Run commands at the same time, the last one with its output as it comes. Return 1 if any fails."""
     *behind, shown = parts
     codes: dict[str, int] = {}

@@ -24,7 +24,7 @@ from tests.client.test_plane_producers import train
 from tests.client.test_plane_producers import until as until_so
 from tests.plane.test_path import counting
 from tests.support.groups import named_group
-from tests.support.planes import FAST, OpenPlane
+from tests.support.planes import FAST, PATIENT, OpenPlane
 
 ROOM: dict[str, Any] = {"ranks": 1, "groups_per_step": 1, "capacity": 4}
 
@@ -111,7 +111,7 @@ def test_a_batch_takes_one_message_one_write_and_one_transaction(
         "penstock.plane.acceptance:Acceptance.offer",
     ]
     with counting(hops) as counts:
-        plane = open_plane(tmp_path / "run", ranks=1, direct=is_direct)
+        plane = open_plane(tmp_path / "run", ranks=1, direct=is_direct, timeouts=PATIENT)
         plane.put(named_group("first"))  # attaches and opens a segment
         before = counts()
         assert plane.put_many(groups(names(8))) == [True] * 8

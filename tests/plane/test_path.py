@@ -19,6 +19,7 @@ import penstock as ps
 from penstock.capture import Trajectory, Turn
 from penstock.client.source import Source, Step
 from penstock.frames import decode, encode
+from tests.support.planes import PATIENT
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "internals" / "path.md").read_text()
@@ -116,7 +117,7 @@ def trained(
         source.flush()
 
     with counting(hops) as counts:
-        with ps.open(where, ranks=RANKS, seq_len=64, groups_per_step=1) as plane:
+        with ps.open(where, ranks=RANKS, seq_len=64, groups_per_step=1, timeouts=PATIENT) as plane:
             put_one(plane)
             sources = [plane.source(rank, world=RANKS) for rank in range(RANKS)]
             with ThreadPoolExecutor(RANKS) as pool:

@@ -9,7 +9,7 @@ from tests.support.storage_simulation import StorageSimulation, main
 pytestmark = pytest.mark.deep
 
 FIRST, SEEDS, PARTS = 80, 80, 8
-"""Seeds before the first are run by `test_everything_that_can_go_wrong_does` until all of it did, and for a release."""
+"""Seeds before the first are run by `test_everything_that_can_go_wrong_does`, until all did, and for a release."""
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -21,6 +21,9 @@ from tests.support.pace import pace, stretched
 FAST = stretched(Timeouts(heartbeat_s=0.2, peer_s=1.0, delivery_s=3.0, plane_s=5.0, resend_s=0.2), pace())
 """Short on an idle machine; as long as a busy one needs, measured when the tests begin."""
 
+PATIENT = Timeouts(heartbeat_s=20.0, peer_s=60.0, delivery_s=60.0, plane_s=60.0, resend_s=20.0)
+"""Nothing is repeated on a busy machine, for tests that count messages."""
+
 OpenPlane = Callable[..., ps.Plane]
 OpenEngine = Callable[..., DirectEngine]
 

@@ -78,11 +78,11 @@ def unit_of(nodeid: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Replace xdist's `loadscope`, whose units are modules and classes."""
-    from xdist.scheduler import LoadScopeScheduling
+    """Let xdist's `loadscope`, whose units are modules and classes, have those of `unit_of`."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return unit_of(nodeid)
-
-    return Scheduling(config, log) if config.getoption("dist") == "loadscope" else None
+    scheduling = LoadScopeScheduling(config, log)
+    scheduling._split_scope = unit_of
+    return scheduling
