@@ -187,9 +187,9 @@ def main() -> int:
             known = found.version
             results.append(found)
             print(f"{found.package} {found.version} ({found.kind}): {found.outcome}, {found.seconds:.0f} s", flush=True)
-    if asked.write:
-        rows = [(r.package, r.version, r.kind, r.outcome) for r in results]
-        write_rows(START, END, ("package", "version", "", "tests"), rows)
+        if asked.write:  # after each package: a run that is interrupted keeps its rows
+            rows = [(r.package, r.version, r.kind, r.outcome) for r in results if r.package == canary.package]
+            write_rows(START, END, ("package", "version", "", "tests"), rows)
     return 0 if all(result.is_ok for result in results) else 1
 
 

@@ -279,7 +279,7 @@ def nemo_gym_killed(trial: Trial) -> str:
 
 
 def transfer_queue(trial: Trial) -> None:
-    alone(trial, trial.file("queue.py", trial.blocks()[0]))
+    alone(trial, trial.file("rows.py", trial.blocks()[0]))
     expect_in(trial.run("penstock", "view", "queue"), "2 keys (train 2)")
 
 
@@ -326,7 +326,11 @@ class Page:
     killed: Callable[[Trial], str] | str
     """Returns what was killed and what was found, or says why nothing is killed."""
     python: str = ""
-    """The least version that a package of the page asks for."""
+    """The version to run it with; by default that of this process."""
+    unpacked: str = ""
+    """A requirement whose wheel is unpacked, because it asks for a newer Python than there is."""
+    beside: tuple[str, ...] = ()
+    """What that one needs to be imported."""
 
 
 PAGES = {
@@ -335,7 +339,9 @@ PAGES = {
     "verifiers": Page(verifiers, verifiers_killed),
     "http": Page(http, http_killed),
     "files": Page(files, files_killed),
-    "nemo-gym": Page(nemo_gym, nemo_gym_killed, python="3.13"),
+    "nemo-gym": Page(
+        nemo_gym, nemo_gym_killed, python="3.13", unpacked="nemo-gym==0.7.0", beside=("orjson", "pydantic", "omegaconf")
+    ),
     "transfer-queue": Page(transfer_queue, transfer_queue_killed),
     "verl": Page(verl, "its trainer needs an inference engine; `make test-integrations` kills a job without one"),
     "tinker": Page(tinker, "nothing outlives the process: its plane is in memory, and no server is asked"),
@@ -360,15 +366,22 @@ def made(name: str, page: Page, wheel: Path, folder: Path) -> Path:
     place = folder / name
     shutil.rmtree(place, ignore_errors=True)
     python = pythons()[page.python] if page.python else Path(sys.executable)
-    words = [word.replace("penstock-rl", str(wheel)) for word in install_line((DOCS / f"{name}.md").read_text())]
+    line = install_line((DOCS / f"{name}.md").read_text())
+    words = [word.replace("penstock-rl", str(wheel)) for word in line if word != page.unpacked]
     torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
     (folder / "torch.txt").write_text(f"{torch}\n")  # the CPU build that is here
     at = ["--quiet", "--python", str(place / "bin" / "python"), "--override", str(folder / "torch.txt")]
-    commands = (["venv", "--quiet", "--python", str(python), str(place)], ["pip", "install", *at, *words])
+    commands = (["venv", "--quiet", "--python", str(python), str(place)], ["pip", "install", *at, *words, *page.beside])
     for command in commands:
         done = subprocess.run([UV, *command], env=torch_source(), capture_output=True, text=True, check=False)
         if done.returncode:
             raise Failed(f"{shlex.join(words)}: {done.stderr[-2000:]}")
+    if page.unpacked:
+        pip = [sys.executable, "-m", "pip", "-q", "download", "--no-deps", "--ignore-requires-python"]
+        with tempfile.TemporaryDirectory() as below:
+            subprocess.run([*pip, "--only-binary=:all:", "--dest", below, page.unpacked], check=True)
+            (site,) = place.glob("lib/*/site-packages")
+            shutil.unpack_archive(next(Path(below).glob("*.whl")), site, "zip")
     return place
 
 
@@ -408,7 +421,7 @@ def main() -> int:
     for name in asked.only or PAGES:
         shown, killed, good = tried(name, wheel, folder)
         print(f"{'ok  ' if good else 'FAIL'} {name}: {shown} | {killed}", flush=True)
-        rows.append((f"[{name}]({name}.md)", shown, killed))
+        rows.append((f"[{name}]({name}.md)", *(re.sub(r", \d+ s$", "", text) for text in (shown, killed))))
         is_ok = is_ok and good
     if asked.write:
         write_rows(START, END, ("page", "as it is", "with `kill -9`"), rows)

@@ -22,14 +22,14 @@ _MAKERS = ("trajectory_to_data", "datum_from_model_input_weights")
 
 
 def _again(datum: Any) -> Any:
-    from tinker import TensorData
+    from tinker import Datum, TensorData
 
     [sample] = from_datums([datum])
     is_sft = "weights" in datum.loss_fn_inputs
     [made] = to_datums([sample], loss_fn=CROSS_ENTROPY if is_sft else "importance_sampling").datums
     if not is_sft:
         mask = TensorData.from_numpy(sample.loss_mask[1:].astype(np.float32))
-        made = made.model_copy(update={"loss_fn_inputs": {**made.loss_fn_inputs, "mask": mask}})
+        made = Datum(model_input=made.model_input, loss_fn_inputs={**made.loss_fn_inputs, "mask": mask})
     assert set(made.loss_fn_inputs) == set(datum.loss_fn_inputs)
     return made
 
