@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.view import note_death
+import penstock as ps
+from penstock.view import Export, note_death
 from penstock.view.library import Library, run_folders
 from penstock.view.run_files import at_work
 from penstock.view.runs_table import runs_table
@@ -101,6 +102,37 @@ def test_events_are_marked_on_the_curves_and_constant_charts_wait_behind_one_lin
         wait_until(page, "document.querySelector('#constant canvas').height > 100")
         address(page, "constant=1")
         keep_pictures(page, ARTIFACTS, "constant")
+    assert page.errors == []
+
+
+def put(plane: ps.Plane, reward: float) -> None:
+    with plane.group("prompt", policy_version=0) as group:
+        for own in (0.0, reward):
+            turns = [ps.Turn([1, 2]), ps.Turn([3], logprobs=[-0.5])]
+            group.add(ps.Trajectory(turns=turns, reward=own, env="math"))
+
+
+def test_the_steps_of_a_plane_appear_by_themselves_and_its_end_is_said(page: Any, tmp_path: Path) -> None:
+    with serving(Library(exports={"run": Export(tmp_path, awaited=True)})) as (url, _, _):
+        with (
+            ps.open(tmp_path / "plane", ranks=1, seq_len=16, groups_per_step=1) as plane,
+            plane.source(0, prefetch=0) as source,
+        ):
+            put(plane, 1.0)
+            source.commit(source.step(timeout=60))
+            source.flush(60)
+            page.goto(url)
+            page.wait_for_selector(".chart")
+            assert page.text_content("#live") == "live" and "Its plane runs since" in page.text_content("#state")
+            assert page.text_content(".chart .key b") == "0.5"
+            for reward in (2.0, 3.0):
+                put(plane, reward)
+                source.commit(source.step(timeout=60))
+            source.flush(60)
+            wait_until(page, "document.querySelector('.chart .key b').textContent === '1.5'")
+            assert page.eval_on_selector_all("#step option", "all => all.map(o => o.value)") == ["3", "2", "1"]
+        wait_until(page, "document.querySelector('#live').textContent === 'stopped'")
+        assert "Its plane was closed at" in page.text_content("#state")
     assert page.errors == []
 
 
