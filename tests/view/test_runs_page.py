@@ -125,6 +125,7 @@ def test_the_steps_of_a_plane_appear_by_themselves_and_its_end_is_said(page: Any
             page.wait_for_selector(".chart")
             assert page.text_content("#live") == "live" and "Its plane runs since" in page.text_content("#state")
             assert page.text_content(".chart .key b") == "0.5"
+            assert "seq_len = 16" in page.text_content("#settings pre")
             for reward in (2.0, 3.0):
                 put(plane, reward)
                 source.commit(source.step(timeout=60))

@@ -141,7 +141,8 @@ class Library:
                 break
             places = now
         metrics = as_columns(rows[step] for step in sorted(rows))
-        return {**self.points(export, run), "metrics": metrics, "at": places, "events": self.events(export, run)}
+        found = {**self.points(export, run), "metrics": metrics, "at": places, "events": self.events(export, run)}
+        return found | {"settings": self._noted(export, run).settings}
 
     def points(self, export: str, run: str, first: int = 0) -> dict[str, Any]:
         """Return what exported steps add to a run's curves, from step `first`. The markers of a step are read once."""
