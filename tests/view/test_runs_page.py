@@ -15,9 +15,9 @@ from penstock.view.library import Library, run_folders
 from penstock.view.run_files import at_work
 from penstock.view.runs_table import runs_table
 from penstock.view.web import serving
-from tests.support.browser import keep_pictures, wait_until
+from tests.support.browser import wait_until
 from tests.support.exports import make_export
-from tests.view.run_pages import ARTIFACTS, address, metrics, write_lines
+from tests.view.run_pages import address, metrics, write_lines
 
 pytestmark = pytest.mark.process
 
@@ -43,7 +43,6 @@ def test_a_folder_of_runs_is_a_table_that_follows_them(page: Any, tmp_path: Path
             assert page.locator("#runs tbody tr").count() == 2 and page.locator("#tab-runs.on").count() == 1
             assert text_of(page, "now")[2:4] == ["live", "2"]
             assert text_of(page, "old")[2:5] == ["–", "40", "0.7364"] and text_of(page, "old")[6].endswith("days ago")
-            keep_pictures(page, ARTIFACTS, "runs")
             write_lines(tmp_path / "later" / "metrics.jsonl", [metrics(1)])
             page.wait_for_selector('[data-open="later/"]')
             page.click('[data-open="now/"]')
@@ -90,7 +89,6 @@ def test_events_are_marked_on_the_curves_and_constant_charts_wait_behind_one_lin
         mark.hover()
         style = "getComputedStyle(document.querySelector('.event:hover'), '::after').content"
         wait_until(page, f"{style}.includes('worker-0')")
-        keep_pictures(page, ARTIFACTS, "events")
         note_death(home, step=30, what="plane was killed (SIGKILL)")
         wait_until(page, "document.querySelectorAll('[data-curve=\"Reward\"] ~ .marks .event').length === 2")
         assert page.text_content("#constant summary") == "5 charts with constant values"
@@ -101,7 +99,6 @@ def test_events_are_marked_on_the_curves_and_constant_charts_wait_behind_one_lin
         page.wait_for_selector("#constant canvas")
         wait_until(page, "document.querySelector('#constant canvas').height > 100")
         address(page, "constant=1")
-        keep_pictures(page, ARTIFACTS, "constant")
     assert page.errors == []
 
 
