@@ -136,6 +136,8 @@ def test_only_the_newest_events_are_kept_in_the_log(tmp_path: Path) -> None:
     log.value = '[{"kind": 7}]'
     with pytest.raises(ps.PenstockError, match="here: its events cannot be read"):
         run_events_of(log)
+    log.value = ended(log, step=1, epoch=9)
+    assert [one.epoch for one in run_events_of(log)] == [9], "a plane starts all the same"
 
 
 def test_a_plane_is_gone_only_if_its_process_is_or_its_database_has_not_seen_it_for_long() -> None:

@@ -46,14 +46,12 @@ def test_a_run_without_exports_shows_curves_prompts_and_tokens(page: Any, tmp_pa
         titles = page.eval_on_selector_all(".curves h2", "all => all.map(one => one.textContent)")
         assert titles == ["Reward", "Length", "Truncated", "Groups"]
         assert page.locator("#over-steps tbody tr").count() == 2
-        keep_pictures(page, ARTIFACTS, "prompt")
         page.go_back()
         page.wait_for_selector("#prompts")
         page.click('#envs [data-over="env"] >> nth=0')
         page.wait_for_selector(".over-steps")
         assert page.text_content("#page h1") == "Environment math"
         assert "2trained so far" in page.text_content(".card")
-        keep_pictures(page, ARTIFACTS, "environment")
         page.click("#over-steps .link >> nth=0")
         page.wait_for_selector("#groups")
         page.click("#tab-samples")

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from penstock.view import note_death
+import penstock as ps
+from penstock.view import Export, note_death
 from penstock.view.library import Library, run_folders
 from penstock.view.run_files import at_work
 from penstock.view.runs_table import runs_table
 from penstock.view.web import serving
-from tests.support.browser import keep_pictures, wait_until
+from tests.support.browser import wait_until
 from tests.support.exports import make_export
-from tests.view.run_pages import ARTIFACTS, address, metrics, write_lines
+from tests.view.run_pages import address, metrics, write_lines
 
 pytestmark = pytest.mark.process
 
@@ -42,7 +43,6 @@ def test_a_folder_of_runs_is_a_table_that_follows_them(page: Any, tmp_path: Path
             assert page.locator("#runs tbody tr").count() == 2 and page.locator("#tab-runs.on").count() == 1
             assert text_of(page, "now")[2:4] == ["live", "2"]
             assert text_of(page, "old")[2:5] == ["–", "40", "0.7364"] and text_of(page, "old")[6].endswith("days ago")
-            keep_pictures(page, ARTIFACTS, "runs")
             write_lines(tmp_path / "later" / "metrics.jsonl", [metrics(1)])
             page.wait_for_selector('[data-open="later/"]')
             page.click('[data-open="now/"]')
@@ -89,7 +89,6 @@ def test_events_are_marked_on_the_curves_and_constant_charts_wait_behind_one_lin
         mark.hover()
         style = "getComputedStyle(document.querySelector('.event:hover'), '::after').content"
         wait_until(page, f"{style}.includes('worker-0')")
-        keep_pictures(page, ARTIFACTS, "events")
         note_death(home, step=30, what="plane was killed (SIGKILL)")
         wait_until(page, "document.querySelectorAll('[data-curve=\"Reward\"] ~ .marks .event').length === 2")
         assert page.text_content("#constant summary") == "5 charts with constant values"
@@ -100,7 +99,38 @@ def test_events_are_marked_on_the_curves_and_constant_charts_wait_behind_one_lin
         page.wait_for_selector("#constant canvas")
         wait_until(page, "document.querySelector('#constant canvas').height > 100")
         address(page, "constant=1")
-        keep_pictures(page, ARTIFACTS, "constant")
+    assert page.errors == []
+
+
+def put(plane: ps.Plane, reward: float) -> None:
+    with plane.group("prompt", policy_version=0) as group:
+        for own in (0.0, reward):
+            turns = [ps.Turn([1, 2]), ps.Turn([3], logprobs=[-0.5])]
+            group.add(ps.Trajectory(turns=turns, reward=own, env="math"))
+
+
+def test_the_steps_of_a_plane_appear_by_themselves_and_its_end_is_said(page: Any, tmp_path: Path) -> None:
+    with serving(Library(exports={"run": Export(tmp_path, awaited=True)})) as (url, _, _):
+        with (
+            ps.open(tmp_path / "plane", ranks=1, seq_len=16, groups_per_step=1) as plane,
+            plane.source(0, prefetch=0) as source,
+        ):
+            put(plane, 1.0)
+            source.commit(source.step(timeout=60))
+            source.flush(60)
+            page.goto(url)
+            page.wait_for_selector(".chart")
+            assert page.text_content("#live") == "live" and "Its plane runs since" in page.text_content("#state")
+            assert page.text_content(".chart .key b") == "0.5"
+            assert "seq_len = 16" in page.text_content("#settings pre")
+            for reward in (2.0, 3.0):
+                put(plane, reward)
+                source.commit(source.step(timeout=60))
+            source.flush(60)
+            wait_until(page, "document.querySelector('.chart .key b').textContent === '1.5'")
+            assert page.eval_on_selector_all("#step option", "all => all.map(o => o.value)") == ["3", "2", "1"]
+        wait_until(page, "document.querySelector('#live').textContent === 'stopped'")
+        assert "Its plane was closed at" in page.text_content("#state")
     assert page.errors == []
 
 

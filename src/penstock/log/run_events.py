@@ -6,6 +6,7 @@ reader wants to see beside the steps. No decision depends on them.
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import time
@@ -17,6 +18,7 @@ from penstock.errors import CorruptFile
 from penstock.log.log_reader import LogReader
 from penstock.log.pids import pid_space
 
+logger = logging.getLogger("penstock.log")
 EVENTS = "events"
 """The name of the value that holds them."""
 _MAX_REASON = 200
@@ -57,7 +59,7 @@ def run_events_of(log: LogReader) -> list[RunEvent]:
 
 def started(log: LogReader, *, step: int, epoch: int) -> str:
     """Return the events with the start of this process's plane, to be stored under `EVENTS`."""
-    found = run_events_of(log)
+    found = _known(log)
     is_lost = bool(found) and _last_of(found, "start", "end") == "start"
     event = RunEvent(
         kind="start",
@@ -74,13 +76,22 @@ def started(log: LogReader, *, step: int, epoch: int) -> str:
 
 def ended(log: LogReader, *, step: int, epoch: int) -> str:
     """Return the events with the end of this plane."""
-    return _with(run_events_of(log), RunEvent(kind="end", at=time.time(), step=step, epoch=epoch))
+    return _with(_known(log), RunEvent(kind="end", at=time.time(), step=step, epoch=epoch))
 
 
 def trainer_joined(log: LogReader, *, step: int, was: int, after: str, epoch: int) -> str:
     """Return the events with a trainer that begins a session at `step`."""
     event = RunEvent(kind="trainer", at=time.time(), step=step, was=was, after=after[:_MAX_REASON], epoch=epoch)
-    return _with(run_events_of(log), event)
+    return _with(_known(log), event)
+
+
+def _known(log: LogReader) -> list[RunEvent]:
+    """Return the events so far. A plane whose events cannot be read begins a new list: no decision depends on them."""
+    try:
+        return run_events_of(log)
+    except CorruptFile as error:
+        logger.warning("a new list of events is begun: %s", error)
+        return []
 
 
 def _last_of(found: list[RunEvent], *kinds: str) -> str:

@@ -28,7 +28,7 @@ from penstock.log import (
     reading,
     run_events_of,
 )
-from penstock.plane import read_manifest
+from penstock.plane import SETTINGS, read_manifest
 from penstock.view.plane_groups import logger, plane_of
 from penstock.view.run_files import RunState
 
@@ -74,6 +74,8 @@ class Noted:
     """Of the plane; None if its log says nothing about it."""
     last: float | None = None
     """When the newest sample of the last trained step came in."""
+    settings: str = ""
+    """The settings that the plane runs with, as TOML."""
 
 
 @dataclass(slots=True)
@@ -95,7 +97,7 @@ class PlaneNotes:
             with reading(plane) as log:
                 moments = run_events_of(log)
                 self._read_decisions(log)
-                last = _last_trained(log)
+                last, texts = _last_trained(log), log.texts(SETTINGS)
                 state = plane_state(moments, log.is_open(), _last_accepted(log))
         except (Conflict, CorruptFile, LogAway) as error:
             if str(error) != self._said:  # a page looks twice a second
@@ -103,7 +105,7 @@ class PlaneNotes:
                 logger.warning("events are not shown: %s", error)
             return Noted(tuple(self._decided))
         found = sorted((*self._decided, *of_processes(moments)), key=lambda event: (event.step, event.at or 0))
-        return Noted(tuple(found), state, last)
+        return Noted(tuple(found), state, last, texts[max(texts)] if texts else "")
 
     def _read_decisions(self, log: LogReader) -> None:
         row = log.first("SELECT MAX(op) FROM records")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.errors import InvalidInput, MissingAsset, PenstockError, UnknownKey
-from penstock.view.folders import EXPORTS
+from penstock.view.folders import EXPORTS, STABLE
 from penstock.view.group_tree import branches
 from penstock.view.happened import Event, Noted, PlaneNotes, deaths_of, of_exports
 from penstock.view.history import history_of, over_steps
@@ -95,13 +95,12 @@ class Library:
     def _run(self, export: str, run: str) -> dict[str, Any]:
         home, steps, noted = self.home(export, run), self._steps(export, run), self._noted(export, run)
         state = state_of(home) or noted.state
-        stable = steps[-1].stamp / 1e9 if steps and steps[-1].done() else None
         found = {
             "run": run,
             "steps": [step.number for step in steps],
             "state": None if state is None else msgspec.to_builtins(state),
             "events": len(noted.events) + len(deaths_of(home)),
-            "last": max((at for at in (last_written(home), noted.last, stable) if at), default=None),
+            "last": max((at for at in (last_written(home), noted.last, _exported_at(steps)) if at), default=None),
         }
         is_plane = run != EVALUATION and self._export(export).is_plane
         return found | ({"source": "plane"} if is_plane else {})
@@ -142,7 +141,8 @@ class Library:
                 break
             places = now
         metrics = as_columns(rows[step] for step in sorted(rows))
-        return {**self.points(export, run), "metrics": metrics, "at": places, "events": self.events(export, run)}
+        found = {**self.points(export, run), "metrics": metrics, "at": places, "events": self.events(export, run)}
+        return found | {"settings": self._noted(export, run).settings}
 
     def points(self, export: str, run: str, first: int = 0) -> dict[str, Any]:
         """Return what exported steps add to a run's curves, from step `first`. The markers of a step are read once."""
@@ -351,6 +351,13 @@ def run_folders(folder: Path) -> dict[str, Path]:
 
 def _is_run(path: Path) -> bool:
     return (path / EXPORTS).is_dir() or is_written(path) or state_of(path) is not None or plane_of(path) is not None
+
+
+def _exported_at(steps: Sequence[Step]) -> float | None:
+    """Return when the last of the exported steps was finished; None for steps that were not exported."""
+    with suppress(OSError):
+        return (steps[-1].path / STABLE).stat().st_mtime if steps else None
+    return None
 
 
 def _changed(path: Path) -> float:

@@ -83,7 +83,8 @@ def _collect(library: Library, name: str, run: str, number: int, sample: int | N
         "start": start,
     }
     of_run = urlencode({"export": name, "run": run})
-    answers[f"run?{of_run}"] = library.run(name, run)
+    # Settings name storage and hosts: a page that is passed on does not need them.
+    answers[f"run?{of_run}"] = library.run(name, run) | {"settings": ""}
     if sample is None:
         answers[f"history?{of_run}"] = library.history(name, run)
         answers[f"dropped?{of_run}"] = library.dropped(name, run)

@@ -2,7 +2,7 @@
 "use strict";
 {
   const PAGES = ["run", "step", "groups", "samples", "prompts", "dropped"];
-  const REFRESH_MS = 5000; // tables of a run that goes on are asked for again at most this often
+  const REFRESH_MS = 3000; // tables of a run that goes on are asked for again at most this often
   const byId = (id) => document.getElementById(id);
   const at = { page: "samples", export: "", run: "", step: 0, sample: -1, token: -1 };
   let query = new URLSearchParams();
@@ -290,7 +290,7 @@
   function refresh() {
     clearTimeout(waiting);
     const rest = refreshed + REFRESH_MS - Date.now();
-    const isBusy = byId("page").contains(document.activeElement) && document.activeElement.tagName !== "BODY";
+    const isBusy = document.activeElement.matches("#page input:not([type=checkbox]), #page select");
     if (rest > 0 || isBusy) return void (waiting = setTimeout(refresh, Math.max(rest, 1000)));
     if (!["runs", "prompts", "dropped"].includes(at.page)) return;
     refreshed = Date.now();

@@ -336,6 +336,12 @@
         ps.el("p", { id: "verdict" }),
         controls(others),
         ps.el("details", { id: "events", hidden: true }),
+        ps.el(
+          "details",
+          { id: "settings", hidden: !runs[0].found.settings },
+          ps.el("summary", {}, "settings of its plane"),
+          ps.el("pre", {}, runs[0].found.settings || ""),
+        ),
         ps.el("p", { class: "dim small said" }),
         ps.el("div", { class: "curves" }),
         ps.el(

@@ -7,12 +7,13 @@
     reward: ["highest reward", (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity)],
     step: ["most steps", (a, b) => (b.step ?? 0) - (a.step ?? 0)],
   };
+  const chosen = new Set(); // kept while the table is drawn again
   let found = null;
   let go = () => {};
 
   const cell = (content, name) => ps.el("td", { class: name ? "name" : "" }, content);
 
-  function rowOf(run, chosen, changed) {
+  function rowOf(run, changed) {
     const box = ps.el("input", { type: "checkbox", checked: chosen.has(run.key), "aria-label": "draw " + run.name });
     box.addEventListener("change", () => {
       if (box.checked) chosen.add(run.key);
@@ -48,11 +49,12 @@
       name: run.export + (run.run ? " / " + run.run : ""),
       key: run.export + "/" + run.run,
     }));
-    const chosen = new Set();
     go = (run) => open(run, []);
     const list = ps.el("div", {});
     const find = ps.el("input", { id: "find-run", placeholder: "part of a name", value: ps.query.get("find") || "" });
-    const draw = ps.el("button", { type: "button", id: "draw-together", disabled: true }, "draw chosen together");
+    for (const key of chosen) if (!found.some((run) => run.key === key)) chosen.delete(key);
+    const few = () => chosen.size < 2;
+    const draw = ps.el("button", { type: "button", id: "draw-together", disabled: few() }, "draw chosen together");
     draw.addEventListener("click", () => {
       const all = found.filter((run) => chosen.has(run.key));
       open(all[0], all.slice(1).map((run) => run.key));
@@ -61,7 +63,7 @@
       const wanted = find.value.toLowerCase();
       const [, order] = ORDERS[ps.query.get("order")] || ORDERS.last;
       const rows = found.filter((run) => run.name.toLowerCase().includes(wanted)).sort(order);
-      const changed = () => (draw.disabled = chosen.size < 2);
+      const changed = () => (draw.disabled = few());
       const head = NAMES.map((name, i) => ps.el("th", { scope: "col", class: LEFT.has(i) ? "name" : "" }, name));
       ps.fill(
         list,
@@ -72,7 +74,7 @@
             "table",
             { class: "grid", id: "runs" },
             ps.el("thead", {}, ps.el("tr", {}, ...head)),
-            ps.el("tbody", {}, ...rows.map((run) => rowOf(run, chosen, changed))),
+            ps.el("tbody", {}, ...rows.map((run) => rowOf(run, changed))),
           ),
         ),
       );

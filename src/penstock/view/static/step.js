@@ -67,22 +67,21 @@
         ps.number(summary.reward && summary.reward.mean),
         summary.reward ? "mean of " + ps.number(summary.reward.count) : "none",
       ),
-      card(
-        "mismatch KL",
-        ps.number(summary.mismatch_kl && summary.mismatch_kl.mean),
-        spread(summary.mismatch_kl, "max"),
-      ),
-      card("entropy", ps.number(summary.entropy && summary.entropy.mean), spread(summary.entropy, "max")),
-      card(
-        "masked",
-        masked === undefined ? "–" : ps.percent(masked, 1),
-        ps.number(summary.masked.is_masked) + " tokens: " + sides,
-      ),
-      card(
-        "waste",
-        ps.percent(packed.room - packed.tokens, packed.room),
-        ps.number(packed.padding) + " padding, rest waiting",
-      ),
+      // What was not recorded has no card.
+      summary.mismatch_kl
+        ? card("mismatch KL", ps.number(summary.mismatch_kl.mean), spread(summary.mismatch_kl, "max"))
+        : null,
+      summary.entropy ? card("entropy", ps.number(summary.entropy.mean), spread(summary.entropy, "max")) : null,
+      masked === undefined
+        ? null
+        : card("masked", ps.percent(masked, 1), ps.number(summary.masked.is_masked) + " tokens: " + sides),
+      packed.slots
+        ? card(
+            "waste",
+            ps.percent(packed.room - packed.tokens, packed.room),
+            ps.number(packed.padding) + " padding, rest waiting",
+          )
+        : null,
     );
   }
 
