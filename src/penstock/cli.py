@@ -56,7 +56,7 @@ def overview() -> str:
     lines = [
         "usage: penstock COMMAND ...",
         "",
-        "The data plane for RL post-training: from rollouts to rank-ready micro-batches.",
+        "The data plane for RL post-training: from rollouts to packed micro-batches.",
     ]
     for group, commands in GROUPS.items():
         lines += ["", f"{group}:", *(f"  {name:<12}{summary}" for name, summary in commands.items())]

@@ -27,6 +27,11 @@ class PutCounts:
         """Samples longer than the plane's `seq_len`, and their tokens: truncated_samples, truncated_tokens,
         dropped_samples, dropped_tokens."""
 
+    def __repr__(self) -> str:
+        names = ("stale", "branches", "unrouted", "over_length")
+        shown = ", ".join(f"{name}={value}" for name in names if (value := getattr(self, name)))
+        return f"PutCounts({shown})"
+
     def on_stale(self, group: str, version: int | None) -> None:
         with self._lock:
             self.stale += 1
