@@ -20,7 +20,7 @@ from penstock.errors import InvalidInput
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["list", "verify", "sweep"])
-    parser.add_argument("folder", type=Path, help="the asset store's folder")
+    parser.add_argument("folder", type=Path, help="the asset store's folder, or that of a run with one")
     parser.add_argument(
         "--ttl", type=float, default=TTL_S, help="sweep: seconds since the last use (default %(default)s)"
     )
@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not args.folder.is_dir():
         raise InvalidInput(f"{args.folder}: not a folder; give the folder of an asset store")
-    store = AssetStore(args.folder)
+    of_run = args.folder / "assets"  # the other commands take the folder of a run, so this one does too
+    store = AssetStore(of_run if of_run.is_dir() else args.folder)
     if args.action == "list":
         return _list(store, as_json=args.json)
     if args.action == "verify":
