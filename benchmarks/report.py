@@ -89,7 +89,7 @@ class Row:
             return None
         value = self.ratio if self.bound == "ratio" else self.ours
         assert value is not None, f"{self.name}: a target and nothing to compare with it"
-        return value <= self.target if self.bound == "max" else value >= self.target
+        return bool(value <= self.target if self.bound == "max" else value >= self.target)  # of numpy numbers, too
 
 
 def faster(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from benchmarks.report import Row, as_json, as_table, faster, skipped
@@ -23,6 +25,11 @@ def test_a_skipped_row_is_neither_met_nor_missed_and_says_why() -> None:
 def test_a_row_that_was_measured_is_not_skipped() -> None:
     made = as_json("path", [faster("a", 1.0, 2.0, "b", target=3.0)])["rows"][0]
     assert (made["ratio"], made["ok"], made["skipped"]) == (2.0, False, "")
+
+
+def test_a_row_of_numpy_values_is_written_as_json() -> None:
+    row = Row(name="growth", ours=np.float64(1.1), target=2.0, bound="max")
+    assert row.ok is True and json.loads(json.dumps(as_json("growth", [row])))["rows"][0]["ok"] is True
 
 
 def test_a_skipped_row_need_not_have_a_figure_of_ours() -> None:
