@@ -57,7 +57,7 @@ def overview() -> str:
     lines = [
         "usage: penstock COMMAND ...",
         "",
-        "The data plane for RL post-training: from rollouts to rank-ready micro-batches.",
+        "The data plane for RL post-training: from rollouts to packed micro-batches.",
     ]
     for group, commands in GROUPS.items():
         lines += ["", f"{group}:", *(f"  {name:<12}{summary}" for name, summary in commands.items())]
@@ -115,7 +115,8 @@ def _run(args: argparse.Namespace) -> int:
             # Python flushes stdout at exit and would report the broken pipe again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        print(f"penstock {args.command}: {_shown(_sentence(error))}", file=sys.stderr)
+        said, name = _shown(_sentence(error)), f"penstock {args.command}"
+        print(said if said.startswith(name) else f"{name}: {said}", file=sys.stderr)
         return 2 if isinstance(error, MissingWords) else 1
     except ImportError as error:
         found = missing(args.command, error)

@@ -62,6 +62,16 @@ def test_a_claim_whose_writer_was_killed_is_no_damage(
     assert remove_run(store.blobs, store.run) == sorted([kept.hash, other.hash])
 
 
+def test_the_folder_of_a_run_stands_for_its_store(
+    tmp_path: Path, picture: Picture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    AssetStore(tmp_path / "assets").put(picture(1))
+    assert not (tmp_path / "assets" / "assets").exists()
+    for folder in (tmp_path, tmp_path / "assets"):
+        assert main(["assets", "list", str(folder)]) == 0
+        assert "1 images, " in capsys.readouterr().out
+
+
 def test_a_sweep_reports_what_it_removed_and_kept(store: AssetStore, picture: Picture) -> None:
     ref = store.put(picture(1))
     FeatureStore(store).put(fingerprint="0" * 32, image=ref.hash, payload=b"x", placeholder_length=1)

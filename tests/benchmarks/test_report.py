@@ -27,6 +27,11 @@ def test_a_row_that_was_measured_is_not_skipped() -> None:
     assert (made["ratio"], made["ok"], made["skipped"]) == (2.0, False, "")
 
 
+def test_a_row_of_numpy_values_is_written_as_json() -> None:
+    row = Row(name="growth", ours=np.float64(1.1), target=2.0, bound="max")
+    assert row.ok is True and json.loads(json.dumps(as_json("growth", [row])))["rows"][0]["ok"] is True
+
+
 def test_a_skipped_row_need_not_have_a_figure_of_ours() -> None:
     row = skipped("2M tokens to tensors", "torch is not installed", target=80.0)
     assert "2M tokens to tensors" in as_table("pack", [row])

@@ -122,6 +122,7 @@ def test_a_producer_is_told_of_retokenized_forks_and_lost_routing(caplog: pytest
             group.add(from_steps(forked, reward=1.0))
             group.add(gap)
         assert plane.counts.branches == {"retokenized": 5} and plane.counts.unrouted == 5
+        assert repr(plane.counts) == "PutCounts(branches=Counter({'retokenized': 5}), unrouted=5)"
     said = [record.getMessage() for record in caplog.records]
     assert [text for text in said if "came back as other tokens, 4 times so far" in text]
     assert len([text for text in said if "rows were missing" in text]) == 3

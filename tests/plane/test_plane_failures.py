@@ -169,8 +169,7 @@ def test_a_step_that_can_never_be_filled_is_an_error_and_not_a_wait(open_plane: 
     with pytest.raises(Overloaded):
         for i in range(50):
             plane.put(named_group(f"g{i}"), timeout=0)
-    with pytest.raises(
-        StepAborted, match=r"can never be filled: the plane is full and the step waits for generation: .*; raise"
-    ):
+    full = r"can never be filled: the plane is full and the step waits for generation: .*; raise max_held_bytes"
+    with pytest.raises(StepAborted, match=full):
         source.step(timeout=10)
     close([source])

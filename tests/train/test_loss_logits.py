@@ -106,3 +106,8 @@ def test_widens_one_chunk_at_a_time() -> None:
 def test_shapes_that_do_not_fit_are_named() -> None:
     with pytest.raises(InvalidInput, match=r"logits \(1, 4, 8\) for token_ids \(1, 3\); give one row"):
         token_logprobs(torch.zeros(1, 4, 8), torch.zeros(1, 3, dtype=torch.int64), torch.tensor([3]))
+
+
+def test_an_id_that_the_logits_lack_is_named() -> None:
+    with pytest.raises(InvalidInput, match=r"token_ids\[1\]: id 9 for logits of 4 tokens"):
+        token_logprobs(torch.zeros(1, 3, 4), torch.tensor([1, 9, 2]), torch.tensor([3]))

@@ -30,6 +30,11 @@ class PutCounts:
         """Samples longer than the plane's `seq_len`, and their tokens: truncated_samples, truncated_tokens,
         dropped_samples, dropped_tokens."""
 
+    def __repr__(self) -> str:
+        names = ("stale", "branches", "unrouted", "over_length", "num_late")
+        shown = ", ".join(f"{name}={value}" for name in names if (value := getattr(self, name)))
+        return f"PutCounts({shown})"
+
     def on_late(self, group: str) -> None:
         with self._lock:
             self.late.append(group)

@@ -74,13 +74,23 @@ def token_logprobs(
     checked_lengths(sequence_lengths, count)
     rows = logits.reshape(-1, logits.shape[-1])
     scale = None if temperatures is None else temperatures.reshape(-1).to(rows.device, torch.float32).reciprocal()
-    sets, ids = Kept.of(kept, count, rows.device), token_ids.reshape(-1)
+    sets, ids = Kept.of(kept, count, rows.device), _checked_ids(token_ids.reshape(-1), rows.shape[-1])
     if predictions is None:
         starts = starts_of(sequence_lengths).to(rows.device)
         logprobs, entropy = _Chunked.apply(rows, ids, starts, scale, sets, None, chunk)
     else:
         logprobs, entropy = _of_forest(rows, ids, scale, sets, predictions, chunk)
     return logprobs.view(token_ids.shape), entropy.view(token_ids.shape)
+
+
+def _checked_ids(ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Return the ids, or raise if the logits lack one. On a GPU the kernel raises: to look would make the host wait."""
+    if ids.device.type == "cpu" and len(ids) and int(ids.max()) >= vocabulary:
+        raise InvalidInput(
+            f"token_ids[{int(ids.argmax())}]: id {int(ids.max())} for logits of {vocabulary} tokens; use the same "
+            "vocabulary in sampler and trainer"
+        )
+    return ids
 
 
 def _is_row(values: torch.Tensor | None, count: int) -> bool:

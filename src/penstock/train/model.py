@@ -62,7 +62,7 @@ def _config(transformers: Any, config: ModelConfig) -> Any:
     try:
         return transformers.AutoConfig.for_model(config.family, **config.config)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"model: cannot build {config.family!r} from model.config: {error}") from None
+        raise ConfigError(f"model: cannot build {config.family!r} from model.config: {str(error)[:200]}") from None
 
 
 def forward(
