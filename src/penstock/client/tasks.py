@@ -119,17 +119,14 @@ class Task:
         self.policy_version = version
         """The version of the weights that was published when the task was leased."""
         self.cancelled = Cancelled()
+        self.is_late = False
+        """Whether another worker completed the task first, so that the group put here was not kept."""
         # Left without a put: the work failed. Must not refer to `self`, or it would never be collected.
         self._abandoned = weakref.finalize(self, connection.renewals.abandon, leased.lease, FAILED)
         self._abandoned.atexit = False
 
     def __repr__(self) -> str:
         return f"Task({self.prompt!r}, epoch={self.epoch}, attempt={self.attempt})"
-
-    @property
-    def is_late(self) -> bool:
-        """Whether another worker completed the task first, so that the group put here was not kept."""
-        return self.id in self._plane.counts.late
 
     def group(
         self,
@@ -206,7 +203,13 @@ class Task:
             return FAILED if has_failed else ""
         return max(group.dropped, key=lambda reason: group.dropped[reason], default=FAILED)
 
-    def completed(self) -> None:
+    @property
+    def num_late(self) -> int:
+        return self._plane.counts.late.count(self.id)
+
+    def completed(self, late_before: int) -> None:
+        """End the lease: the group was put."""
+        self.is_late = self.num_late > late_before
         self._end()
 
 
@@ -227,6 +230,7 @@ class TaskGroup(GroupBuilder):
 
     def put(self) -> Group:
         """Make the group and put it, which completes the task."""
+        before = self._task.num_late
         try:
             group = super().put()
         except BaseException as error:
@@ -235,7 +239,7 @@ class TaskGroup(GroupBuilder):
         if reason := self._task.reason_of(group, has_failed=self.has_failed(group)):
             self._task.give_back(reason)
         else:
-            self._task.completed()
+            self._task.completed(before)
         return group
 
 
@@ -256,6 +260,7 @@ class AsyncTaskGroup(AsyncGroupBuilder):
 
     async def put(self) -> Group:
         """Make the group and put it, which completes the task."""
+        before = self._task.num_late
         try:
             group = await super().put()
         except BaseException as error:
@@ -264,7 +269,7 @@ class AsyncTaskGroup(AsyncGroupBuilder):
         if reason := self._task.reason_of(group, has_failed=self.has_failed(group)):
             await self._task.agive_back(reason)
         else:
-            self._task.completed()
+            self._task.completed(before)
         return group
 
 
