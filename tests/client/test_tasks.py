@@ -137,6 +137,15 @@ def test_several_workers_share_a_list_over_every_transport(reach: Callable[[], p
     assert done == dict.fromkeys([(epoch, name) for epoch in (1, 2) for name in NAMES], 1)
 
 
+def test_a_worker_that_generates_for_many_prompts_takes_batches(plane: ps.Plane) -> None:
+    sizes = []
+    for tasks in plane.tasks(NAMES, epochs=2).batches(5):
+        sizes.append(len(tasks))
+        for task in tasks:
+            work(task)
+    assert sizes == [5, 5, 2]
+
+
 def test_async_workers_lease_and_put_at_once(plane: ps.Plane) -> None:
     async def main() -> int:
         count = 0
@@ -306,7 +315,7 @@ def test_an_iteration_waits_for_leases_of_others_and_says_so(plane: ps.Plane) ->
 
     thread = threading.Thread(target=run)
     thread.start()
-    eventually(lambda: tasks.waiting_for == "1 leases of other workers")
+    eventually(lambda: tasks.waiting_for == "1 open leases")
     assert plane.demand()["prompts"]["waiting_for"] == tasks.waiting_for
     assert not ended.is_set()
     work(task)
@@ -337,18 +346,16 @@ def test_the_last_groups_are_made_again_if_they_become_stale(open_plane: OpenPla
 
 
 def test_ids_of_tasks_cannot_be_used_otherwise(plane: ps.Plane) -> None:
-    for name in ("task:prompts:1:0:0", "task:none:9:9:9"):
-        words = "ids that begin with task: belong to prompts that this plane leased"
-        with pytest.raises(InvalidInput, match=words), plane.group("x", id=name, policy_version=0) as group:
-            add(group)
     (task,) = take(plane)
-    judged = plane.group("x", id=task.id, policy_version=0, evaluation=True)
-    with pytest.raises(InvalidInput, match="ids that begin with task:"), judged as group:
-        add(group)
+    for name, evaluation in (("task:prompts:2:0:0", False), (task.id, True)):
+        other = plane.group("x", id=name, policy_version=0, evaluation=evaluation)
+        with pytest.raises(InvalidInput, match="this one was not leased for training"), other as group:
+            add(group)
     work(task)
-    with plane.group("x", id="task: not one of them", policy_version=0) as group:
-        add(group)
-    assert plane.ledger.accepted == 4
+    for name in ("task: not one of them", "task:of another run:9:9:9", "task:prompts:1:00:0"):
+        with plane.group("x", id=name, policy_version=0) as group:
+            add(group)
+    assert plane.ledger.accepted == 8
 
 
 def test_a_list_that_was_never_opened_is_unknown(plane: ps.Plane) -> None:

@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -326,6 +326,17 @@ class Tasks:
         finally:
             self._return(batch)
 
+    def batches(self, count: int) -> Iterator[list[Task]]:
+        """Iterate over lists of up to `count` tasks, for a worker that generates for many prompts at once. A list is
+        shorter when fewer can be handed out now. Put all of its groups before the next."""
+        self._settings = replace(self._settings, batch=count)
+        run(self._open())
+        while batch := run(self._lease()):
+            tasks = list(batch)
+            batch.clear()
+            yield tasks
+            del tasks
+
     def _return(self, batch: deque[Task]) -> None:
         """Return tasks that were leased ahead when the loop was left."""
         for task in batch:
@@ -376,7 +387,9 @@ class Tasks:
             if answer.waiting_for != self.waiting_for:
                 self.waiting_for = answer.waiting_for
                 if self.waiting_for:
-                    logger.info("tasks %r: waits for %s", self._settings.name, self.waiting_for)
+                    mine = len(self._connection.renewals)
+                    held = f"; this process has {mine} of them: put or return its tasks" if mine else ""
+                    logger.info("tasks %r: waits for %s%s", self._settings.name, self.waiting_for, held)
             if answer.tasks or answer.ended:
                 return deque(self._task(one, answer.policy_version) for one in answer.tasks)
 

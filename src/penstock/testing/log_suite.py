@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import pytest
 
 from penstock.errors import CorruptFile, Fenced, StorageError
-from penstock.log import FORMAT, Advance, Discard, GroupRow, Log, LogReader, SegmentRow, State, reading
+from penstock.log import FORMAT, Advance, Discard, GroupRow, HandOut, Log, LogReader, SegmentRow, State, reading
 
 _TAKE_OVER = "print(log.epoch, flush=True)\nsys.stdin.read()\nlog.close()"
 _WRITE = """
@@ -100,6 +100,21 @@ class LogSuite:
         assert again.snapshot() == (4, b"\0snapshot")
         assert (again.meta("count", 0), again.text("words"), again.text("none")) == (17, "a\0b", "")
         assert again.last_op == 5
+        again.close()
+
+    def test_prompts_come_back_by_number(self, tmp_path: Path) -> None:
+        log = self.open(tmp_path)
+        with log.transaction():
+            log.add_prompts(1, [("a", b""), ("b\0\x1a", b'{"x":1}'), ("c", b"\0")])
+            log.add_prompts(2, [("other", b"")])  # sent twice: what is there stays
+        with log.transaction():
+            log.remove_prompts(3)
+            log.add_record(1, HandOut(kind="prompt", keys=("k", "l"), worker="w", lease_s=2.5))
+        log.close()
+        again = self.open(tmp_path)
+        assert again.prompts_of([2, 1, 3]) == {1: ("a", b""), 2: ("b\0\x1a", b'{"x":1}')}
+        assert again.prompt_names(1, 5) == ["a", "b\0\x1a"]
+        assert dict(again.records()) == {1: HandOut(kind="prompt", keys=("k", "l"), worker="w", lease_s=2.5)}
         again.close()
 
     def test_groups_come_in_order_and_as_they_are_asked_for(self, tmp_path: Path) -> None:
