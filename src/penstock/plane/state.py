@@ -97,8 +97,7 @@ class PlaneState:
         self.reports = Reports()
         self.leases = LeaseBook()
         self.tasks = TaskBook(self.leases)
-        self.usable_groups = 0
-        """Groups that were accepted and are trained, or may be."""
+        self.usable_groups = 0  # accepted, and trained or still to be
         self.quarantined: dict[int, GroupRow] = {}
         """Groups in quarantine, by op."""
         self.tenant_tables = TenantTables(replay, lambda key, reason: self._left.append((str(key), str(reason))))
@@ -248,20 +247,24 @@ class PlaneState:
                 if self.tenant_tables.remove(row):
                     self._left.append((row.id, ""))
             self._left = list({key: "lost" for key, _ in self._left}.items())
-        elif isinstance(record, HandOut):
+        elif isinstance(record, (HandOut, ReturnLeases, OpenList)):
+            self._follow_lease(op, record)
+        else:
+            row = self.quarantined.pop(record.op)
+            self._account(row, State.QUARANTINED, State.DROPPED, "quarantined")
+            self.freeing.add(row)
+        self._settle()
+
+    def _follow_lease(self, op: int, record: HandOut | ReturnLeases | OpenList) -> None:
+        if isinstance(record, HandOut):
             self.op = max(self.op, op + numbers_taken(record) - 1)
             self.leases.begin(op, record, self.policy_version)
             self.tasks.hand_out(record)
         elif isinstance(record, ReturnLeases):
             for lease in [self.leases.end(number, record.reason or RETURNED) for number in record.leases]:
                 self.tasks.give_back(lease, record.reason)
-        elif isinstance(record, OpenList):
-            self.tasks.open_list(record)
         else:
-            row = self.quarantined.pop(record.op)
-            self._account(row, State.QUARANTINED, State.DROPPED, "quarantined")
-            self.freeing.add(row)
-        self._settle()
+            self.tasks.open_list(record)
 
     def _set_aside(self, groups: Mapping[int, str]) -> None:
         for op, reason in groups.items():

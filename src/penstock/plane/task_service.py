@@ -175,6 +175,8 @@ class TaskService:
         for name, payload in zip(chunk.names, chunk.payloads, strict=True):
             check_prompt(name, payload)
         log = self._engine.log
+        size = sum(map(len, chunk.payloads)) + sum(map(len, chunk.names))
+        log.disk.check(size, lambda: log.used_bytes + self._engine.segments.num_bytes)
         with log.transaction():
             log.add_prompts(upload.base + chunk.first, list(zip(chunk.names, chunk.payloads, strict=True)))
         upload.have[message.chunk] = (chunk.first, count)

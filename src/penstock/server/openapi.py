@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -100,16 +101,7 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
     }
     frame = {"schema": {"type": "string", "format": "binary"}}
 
-    def ask(name: str, summary: str, body: Any, means: str, answer: Any) -> dict[str, Any]:
-        return {
-            "post": {
-                "operationId": name,
-                "summary": summary,
-                "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-                "responses": {"200": _answer(means, answer), **problems},
-            }
-        }
-
+    ask = partial(_ask, problems)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Penstock", "version": __version__, "description": "Put groups of rollouts into a plane."},
@@ -140,6 +132,18 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"token": []}],
+    }
+
+
+def _ask(problems: dict[str, Any], name: str, summary: str, body: Any, means: str, answer: Any) -> dict[str, Any]:
+    """Describe a question that is asked as JSON."""
+    return {
+        "post": {
+            "operationId": name,
+            "summary": summary,
+            "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+            "responses": {"200": _answer(means, answer), **problems},
+        }
     }
 
 
