@@ -90,6 +90,8 @@ def test_group_and_payload_are_filled_in(plane: ps.Plane, tmp_path: Path) -> Non
         ([{"name": "a", "bad": object()}], "is not JSON"),
         ([{"name": "a", "text": "x" * MAX_PROMPT_BYTES}], "give at most 65,536"),
         ([""], "a name of 0 characters"),
+        (["a\0b"], r"holds the control character U\+0000"),
+        (["\ud800"], r"holds the control character U\+D800"),
         ([7], "give a name"),
         ("nowhere.jsonl", "is no file"),
     ],

@@ -31,7 +31,8 @@ def _copy_tables(log: LogReader, target: Path) -> None:
     with closing(sqlite3.connect(target, isolation_level=None)) as made:
         made.executescript(SCHEMA)
         made.execute("BEGIN")
-        for table in [name for name in TABLES if name in log.tables()]:
+        known = log.tables()  # a log of an earlier version may lack some
+        for table in [name for name in TABLES if name in known]:
             columns = [row[1] for row in made.execute(f"PRAGMA table_info({table})")]
             if table == "meta":  # in PostgreSQL run id, epoch and commits are in a table of their own
                 rows = iter([(name, _typed(value)) for name, value in log.all_meta().items()])
