@@ -67,7 +67,7 @@ class Round:
     """Bytes that it sent."""
 
 
-def serve(offers: Sequence[str], versions: dict[str, str], run: Callable[[Request], Round]) -> None:
+def serve(offers: Sequence[str], versions: dict[str, str], run: Callable[[Request], Any]) -> None:
     """Answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print goes with their log lines

@@ -327,6 +327,8 @@ def trains_on(folder: Path, life: str, messages: list[tuple[Any, tuple[bytes, ..
     engine = line.server.engine
     line.put("a", "b")
     line.say(hello(f"{life} first"), peer=1)
+    for kind in (OfferPrompts, AddPrompts, OfferPrompts, LeaseTasks):  # so that there is a lease to name
+        line.say(HONEST[kind], peer=9)
     for message, frames in messages:
         line.say(message, *frames, peer=9)
         line.say(message, *frames, peer=1)

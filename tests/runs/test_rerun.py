@@ -6,6 +6,7 @@ import json
 import sqlite3
 import time
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from penstock.storage import Gone
 from tests.runs.conftest import SETTINGS, end, open_engine, put, put_to, step, train
 from tests.support.engines import DirectEngine, damage_frame
 from tests.support.groups import named_group
+from tests.support.task_model import STALENESS, TaskRun
 
 
 def random_life(engine: DirectEngine, seed: int) -> None:
@@ -117,6 +119,27 @@ def alter_group(folder: Path, name: str, frame: bytes) -> None:
     log.execute("UPDATE groups SET location = ?, size = ?, digest = ? WHERE id = ?", new)
     log.commit()
     log.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_with_leased_prompts_is_made_again(tmp_path: Path, seed: int) -> None:
+    replay = Replay(max_staleness=STALENESS, capacity=1000)
+    engine = open_engine(tmp_path / "run", retain="all", replay=replay)
+    run = TaskRun(engine, Random(seed))
+    run.open([f"n{number}" for number in range(8)], epochs=3, seed=seed)
+    for number in range(80):
+        run.lease(2)
+        run.put()
+        run.train()
+        if number % 5 == 0:
+            run.give_back()
+            run.run_out()
+    steps = engine.next_step - 1
+    assert steps > 3 and run.engine.state.tasks.lists["p"].again
+    end(engine)
+    found = rerun(RecordedRun.open(tmp_path / "run"), tmp_path / "again")
+    assert found.same, found.sentence
+    assert found.steps == steps
 
 
 def test_a_difference_is_named_by_step_and_rank(tmp_path: Path) -> None:

@@ -404,3 +404,41 @@ def test_bytes_in_hand_are_counted_until_they_are_answered() -> None:
     with in_hand.taking(60) as fits, in_hand.taking(60) as more:
         assert (fits, more, in_hand.num_bytes) == (True, False, 60)
     assert in_hand.num_bytes == 0
+
+
+# ------------------------------------------------------------------ tasks
+
+
+def test_a_worker_without_python_leases_renews_returns_and_completes_tasks(plane: PlaneProcess) -> None:
+    client = Client(plane)
+
+    def post(path: str, **body: Any) -> Any:
+        status, found = client.ask("POST", path, json.dumps(body).encode())
+        assert status == 200, found
+        return found
+
+    with ps.open(plane.url) as line:
+        next(iter(line.tasks([{"name": "a", "q": 1}, "b"], name="http", shuffle=False))).give_back()
+        first = post("/v1/leases", list="http", count=2, worker="go", lease_s=60)
+        assert [task["prompt"] for task in first["tasks"]] == ["a", "b"]
+        assert first["tasks"][0]["payload"] == {"name": "a", "q": 1}
+        numbers = [task["lease"] for task in first["tasks"]]
+        assert post("/v1/leases/renew", leases=[*numbers, 10**9])["cancelled"].keys() == {str(10**9)}
+        assert post("/v1/leases/return", leases=numbers[1:]) == {}
+        assert client.put(json_group(first["tasks"][0]["id"]))[0] == 201
+        assert client.put(json_group(first["tasks"][0]["id"], rewards=(0.5, 0.7)))[0] == 200  # late, and no error
+        again = post("/v1/leases", list="http", worker="go")["tasks"]
+        assert [task["prompt"] for task in again] == ["b"]
+        post("/v1/leases/return", leases=[again[0]["lease"]], reason="no answer")
+        end = post("/v1/leases", list="http", worker="go")
+        assert (end["tasks"], end["ended"]) == ([], True)
+        assert line.demand()["http"]["dropped"] == {"no answer": 1}
+    for path, body in (
+        ("/v1/leases", {"list": "none"}),
+        ("/v1/leases", {"count": 0, "list": "http"}),
+        ("/v1/leases", {"count": "x"}),
+        ("/v1/leases/renew", {"leases": list(range(2000))}),
+        ("/v1/leases/return", {}),
+    ):
+        status, found = client.ask("POST", path, json.dumps(body).encode())
+        assert status in (400, 404), found

@@ -256,6 +256,32 @@ class TaskRun:
             self.engine.recorder.decide(Lose(groups={op: "gone"}))
             self._fail(epoch, name, attempt, "lost")
 
+    def undo(self) -> None:
+        """A step is planned and cannot be built: it is undone, and the group that caused it is set aside."""
+        step = self.engine.next_step
+        if step != self.engine.last_step + 1 or not isinstance(self.engine.plan_step(step), Staged):
+            return
+        groups = [self.engine.state.rows[op].id for op in self.engine.state.steps[step].groups]
+        assert self.engine.unplan(step, groups[0], "damaged")
+        epoch, name, attempt = self._named(groups[0])
+        self.state[epoch, name] = ("aside", attempt, self.state[epoch, name][2])
+
+    def settle(self) -> None:
+        """The operator drops a group in quarantine, or releases it."""
+        aside = [place for place, one in self.state.items() if one[0] == "aside"]
+        if aside:
+            epoch, name = self.rng.choice(aside)
+            _, attempt, version = self.state[epoch, name]
+            number = next(number for number, known in self.numbers.items() if known == name)
+            drop = self.rng.random() < 0.5
+            self.engine.settle(Task("p", epoch, number, attempt).id, drop=drop)
+            if drop:
+                self._fail(epoch, name, attempt, "quarantined")
+            elif self.engine.policy_version - version > STALENESS:
+                self._fail(epoch, name, attempt, "stale")
+            else:
+                self.state[epoch, name] = ("held", attempt, version)
+
     def restart(self) -> None:
         """Rebuild from the log, with its snapshot or without: nothing may change but the clock."""
         before = self._memory()
@@ -279,6 +305,7 @@ class TaskRun:
         assert len(found.leased) == counts["leased"] == len(self.engine.state.leases.open)
         assert len(found.returned) == counts["returned"]
         assert len(found.held) == counts["held"]
+        assert len(found.aside) == counts["aside"]
         assert found.trained.total() == counts["trained"] == self.trained.total()
         assert not self.trained or max(self.trained.values()) == 1
         todo = [name for (_, name), one in self.state.items() if one[0] in ("todo", "returned")]

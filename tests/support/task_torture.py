@@ -175,7 +175,7 @@ class TaskTorture:
         self.start_all()
         try:
             for number in range(kills):
-                self._until(lambda n=number: self._num_done() >= n * total * 0.8 / kills)  # type: ignore[misc]
+                self._until(lambda n=number: self._num_done() >= n * total * 0.8 / kills)
                 name = "plane-0" if self.rng.random() < 0.3 else f"{self.kind}-{self.rng.randrange(WORKERS)}"
                 self.kill(name)
             self._until(lambda: not self.is_working())

@@ -343,6 +343,13 @@ class Plane:
         )
         return Tasks(self, self._connection, prompts, settings)
 
+    async def arequest(self, make: Callable[[int], FromClient]) -> Answer:
+        """Send a message of the protocol and return the answer. Raises the error of a request that was rejected."""
+        answer = await self._arun(self._connection.ask(make))
+        if isinstance(answer, Rejected):
+            raise error_of(answer)
+        return answer
+
     def demand(self) -> dict[str, dict[str, Any]]:
         """Return the numbers of each list of tasks, for autoscalers.
 

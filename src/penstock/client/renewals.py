@@ -42,6 +42,10 @@ class Renewals:
         with self._lock:
             self._held[lease] = _Held(lease_s, now, cancel)
 
+    def __len__(self) -> int:
+        """Leases that are renewed now."""
+        return len(self._held)
+
     def release(self, lease: int) -> None:
         """Stop renewing a lease: it was completed or returned."""
         with self._lock:

@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -119,17 +119,14 @@ class Task:
         self.policy_version = version
         """The version of the weights that was published when the task was leased."""
         self.cancelled = Cancelled()
+        self.is_late = False
+        """Whether another worker completed the task first, so that the group put here was not kept."""
         # Left without a put: the work failed. Must not refer to `self`, or it would never be collected.
         self._abandoned = weakref.finalize(self, connection.renewals.abandon, leased.lease, FAILED)
         self._abandoned.atexit = False
 
     def __repr__(self) -> str:
         return f"Task({self.prompt!r}, epoch={self.epoch}, attempt={self.attempt})"
-
-    @property
-    def is_late(self) -> bool:
-        """Whether another worker completed the task first, so that the group put here was not kept."""
-        return self.id in self._plane.counts.late
 
     def group(
         self,
@@ -206,7 +203,13 @@ class Task:
             return FAILED if has_failed else ""
         return max(group.dropped, key=lambda reason: group.dropped[reason], default=FAILED)
 
-    def completed(self) -> None:
+    @property
+    def num_late(self) -> int:
+        return self._plane.counts.late.count(self.id)
+
+    def completed(self, late_before: int) -> None:
+        """End the lease: the group was put."""
+        self.is_late = self.num_late > late_before
         self._end()
 
 
@@ -227,6 +230,7 @@ class TaskGroup(GroupBuilder):
 
     def put(self) -> Group:
         """Make the group and put it, which completes the task."""
+        before = self._task.num_late
         try:
             group = super().put()
         except BaseException as error:
@@ -235,7 +239,7 @@ class TaskGroup(GroupBuilder):
         if reason := self._task.reason_of(group, has_failed=self.has_failed(group)):
             self._task.give_back(reason)
         else:
-            self._task.completed()
+            self._task.completed(before)
         return group
 
 
@@ -256,6 +260,7 @@ class AsyncTaskGroup(AsyncGroupBuilder):
 
     async def put(self) -> Group:
         """Make the group and put it, which completes the task."""
+        before = self._task.num_late
         try:
             group = await super().put()
         except BaseException as error:
@@ -264,7 +269,7 @@ class AsyncTaskGroup(AsyncGroupBuilder):
         if reason := self._task.reason_of(group, has_failed=self.has_failed(group)):
             await self._task.agive_back(reason)
         else:
-            self._task.completed()
+            self._task.completed(before)
         return group
 
 
@@ -321,6 +326,17 @@ class Tasks:
         finally:
             self._return(batch)
 
+    def batches(self, count: int) -> Iterator[list[Task]]:
+        """Iterate over lists of up to `count` tasks, for a worker that generates for many prompts at once. A list is
+        shorter when fewer can be handed out now. Put all of its groups before the next."""
+        self._settings = replace(self._settings, batch=count)
+        run(self._open())
+        while batch := run(self._lease()):
+            tasks = list(batch)
+            batch.clear()
+            yield tasks
+            del tasks
+
     def _return(self, batch: deque[Task]) -> None:
         """Return tasks that were leased ahead when the loop was left."""
         for task in batch:
@@ -371,7 +387,9 @@ class Tasks:
             if answer.waiting_for != self.waiting_for:
                 self.waiting_for = answer.waiting_for
                 if self.waiting_for:
-                    logger.info("tasks %r: waits for %s", self._settings.name, self.waiting_for)
+                    mine = len(self._connection.renewals)
+                    held = f"; this process has {mine} of them: put or return its tasks" if mine else ""
+                    logger.info("tasks %r: waits for %s%s", self._settings.name, self.waiting_for, held)
             if answer.tasks or answer.ended:
                 return deque(self._task(one, answer.policy_version) for one in answer.tasks)
 

@@ -38,6 +38,7 @@ BENCHES = {
     "storage": ("ranks and puts on an object store with 50 ms latency", ("obstore", "moto")),
     "start": ("import, open, connect and --help, each in a process of its own", ("pyzmq",)),
     "growth": ("held groups, ranks, lengths, steps, producers and exported steps, small and large", ("pyzmq",)),
+    "tasks": ("leased prompts against TransferQueue, and what open leases cost", ("pyzmq",)),
     "ingest": ("durable puts against raw SQLite and a raw disk sync", ("pyzmq",)),
 }
 
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--check", action="store_true", help="exit 1 when a row with a target misses it")
     parser.add_argument("--full", action="store_true", help="all sizes; takes many minutes")
-    parser.add_argument("--rivals", metavar="PYTHON", help="for path, claims: one with the rivals")
+    parser.add_argument("--rivals", metavar="PYTHON", help="for path, tasks, claims: one with the rivals")
     parser.add_argument("--baseline", metavar="PYTHON", help="for path, claims: one with the previous version")
 
 
@@ -84,7 +85,7 @@ def _interpreters(args: argparse.Namespace) -> dict[str, str]:
     """Return --rivals and --baseline, for the benchmarks that accept them."""
     given = {name: getattr(args, name) for name in ("rivals", "baseline") if getattr(args, name) is not None}
     for name in given:
-        if args.name not in ("path", "claims"):
+        if args.name not in ("path", "claims") and (args.name, name) != ("tasks", "rivals"):
             raise ConfigError(f"bench {args.name}: takes no --{name}; leave it out")
     return given
 

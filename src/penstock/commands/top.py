@@ -130,6 +130,7 @@ def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
         f"ledger     {Ledger.from_dict(ledger)}",
         f"discarded  {reasons_line(ledger['discarded'])}",
     ]
+    lines += [f"tasks      {_tasks(name, tasks)}" for name, tasks in now.get("tasks", {}).items()]
     if now.get("storage"):
         lines.append(f"storage    {_storage(now)}")
     if any(now.get("slow", {}).get("counts", {}).values()):
@@ -182,6 +183,15 @@ def _waiting(now: dict[str, Any]) -> str:
     if now.get("producers_waiting"):
         text += f"; {now['producers_waiting']:,} puts for room, the first for {now['oldest_wait_s']:.0f} s"
     return text
+
+
+def _tasks(name: str, tasks: dict[str, Any]) -> str:
+    """Say how far a list of prompts is, and what it waits for."""
+    where = f"{name!r}: epoch {tasks['epoch']} of {tasks['epochs']}, {tasks['left']:,} to hand out"
+    under_way = f"{tasks['leased']:,} leased, {tasks['held']:,} held, {tasks['trained']:,} trained"
+    dropped = f", dropped: {reasons_line(tasks['dropped'])}" if tasks["dropped"] else ""
+    end = "; all done" if tasks["ended"] else f"; waits for {tasks['waiting_for']}" if tasks["waiting_for"] else ""
+    return f"{where}, {under_way}{dropped}{end}"
 
 
 def _storage(now: dict[str, Any]) -> str:

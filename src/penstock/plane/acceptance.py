@@ -31,7 +31,7 @@ from penstock.plane.outcomes import summary_of
 from penstock.plane.recorder import Recorder
 from penstock.plane.settings import PlaneSettings
 from penstock.plane.state import OVER_LENGTH_KEY
-from penstock.plane.task_book import PROMPT, Verdict, read_task
+from penstock.plane.task_book import PROMPT, Verdict
 from penstock.plane.telemetry import Generated
 from penstock.protocol import NOTHING, Amount
 
@@ -225,7 +225,7 @@ class Acceptance:
         self._recorder.counts["puts_repeated"] += 1
         if known is None:
             return Outcome(ticket, duplicate=True)
-        if known != group.digest and read_task(group.id) is not None:
+        if known != group.digest and self._recorder.state.tasks.verdict(group.id) is not None:
             return self._late(group)
         if known != group.digest:
             raise Conflict(f"group {group.id!r}: accepted before with other content; give each group its own id")
@@ -248,8 +248,8 @@ class Acceptance:
         if verdict is Verdict.LATE and not group.is_evaluation:
             return self._late(group)
         raise InvalidInput(
-            f"group {group.id!r}: ids that begin with task: belong to prompts that this plane leased for training; "
-            "make it with task.group(), or choose another id"
+            f"group {group.id!r}: such ids belong to prompts that this plane leases, and this one was not leased for "
+            "training; make the group with task.group(), or choose another id"
         )
 
     def _close_task(self, group: str) -> None:

@@ -40,6 +40,10 @@ class LeaseClock:
             for lease in leases.values():
                 self.renew(lease, now)
         self._turned = now
+        if len(self._heap) > 2 * len(leases) + 1024:  # most were completed long before they would have run out
+            self._due = {number: due for number, due in self._due.items() if number in leases}
+            self._heap = [(due, number) for number, due in self._due.items()]
+            heapq.heapify(self._heap)
         found = []
         while self._heap and self._heap[0][0] <= now:
             _, number = heapq.heappop(self._heap)

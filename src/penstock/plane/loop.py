@@ -178,6 +178,8 @@ class PlaneLoop:
                 started = time.monotonic()
                 self.turn(started)
                 self.engine.durations.add("turn", time.monotonic() - started, self._marks.longest)
+            if self.engine.state.leases.open:  # clients in this process returned theirs when they were closed
+                self.turn(time.monotonic())
         except BaseException as error:
             self.failure = error
             self._end_session(error)

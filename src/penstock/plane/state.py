@@ -312,7 +312,16 @@ class PlaneState:
             self.late.follow(record)
         elif isinstance(record, AdmitGroup):
             self._admit(record)
-        elif isinstance(record, HandOut):
+        elif isinstance(record, (HandOut, ReturnLeases, OpenList)):
+            self._follow_lease(op, record)
+        elif isinstance(record, DropGroup):
+            row = self.quarantined.pop(record.op)
+            self._account(row, State.QUARANTINED, State.DROPPED, "quarantined")
+            self.freeing.add(row)
+        self._settle()
+
+    def _follow_lease(self, op: int, record: HandOut | ReturnLeases | OpenList) -> None:
+        if isinstance(record, HandOut):
             self.op = max(self.op, op + numbers_taken(record) - 1)
             self.leases.begin(op, record, self.policy_version)
             self.tasks.hand_out(record)
@@ -325,13 +334,8 @@ class PlaneState:
                 self.tasks.give_back(lease, record.reason)
                 if lease is not None and lease.kind == COLUMN:
                     self.late.returned(lease.key)
-        elif isinstance(record, OpenList):
+        else:
             self.tasks.open_list(record)
-        elif isinstance(record, DropGroup):
-            row = self.quarantined.pop(record.op)
-            self._account(row, State.QUARANTINED, State.DROPPED, "quarantined")
-            self.freeing.add(row)
-        self._settle()
 
     def _lose(self, groups: Iterable[int]) -> None:
         known = [op for op in groups if op in self.rows]

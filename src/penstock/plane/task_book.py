@@ -384,12 +384,10 @@ class TaskBook:
             found[1].give_back(found[0], reason)
 
     def verdict(self, group: str) -> Verdict | None:
-        """Return what a put of a group may do, or None if it belongs to no task."""
-        task = read_task(group)
-        if task is None:
-            return None
-        found = self.lists.get(task.list)
-        return Verdict.UNKNOWN if found is None else found.verdict(task)
+        """Return what a put of a group may do, or None if it belongs to no list of this run: a run that is fed with the
+        groups of another one gets their ids."""
+        found = self._find(group)
+        return None if found is None else found[1].verdict(found[0])
 
     def accept(self, group: str, op: int) -> None:
         """Apply the acceptance of a group by decision `op`. Ends the lease on it."""

@@ -175,6 +175,8 @@ class TaskService:
         for name, payload in zip(chunk.names, chunk.payloads, strict=True):
             check_prompt(name, payload)
         log = self._engine.log
+        size = sum(map(len, chunk.payloads)) + sum(map(len, chunk.names))
+        log.disk.check(size, lambda: log.used_bytes + self._engine.segments.num_bytes)
         with log.transaction():
             log.add_prompts(upload.base + chunk.first, list(zip(chunk.names, chunk.payloads, strict=True)))
         upload.have[message.chunk] = (chunk.first, count)
@@ -314,13 +316,14 @@ class TaskService:
         """Return whether no task of a list will be handed out again, unless something is lost."""
         if found.evicted:
             return True
-        return not found.num_to_come and not found.leased and not (found.held and self._may_return())
+        return not found.num_to_come and not found.leased and not (found.held and self._may_return(found))
 
-    def _may_return(self) -> bool:
+    def _may_return(self, found: PromptList) -> bool:
         """Return whether a held group may still be dropped and be made again: training goes on, and groups can become
         too old, or give way to others."""
-        engine, replay = self._engine, self._engine.settings.replay
-        if replay.max_staleness is None and replay.remover is None:
+        engine, replay, again = self._engine, self._engine.settings.replay, found.opened.again
+        can_be_stale = replay.max_staleness is not None and "stale" in again
+        if not can_be_stale and (replay.remover is None or "overflow" not in again):
             return False
         target = engine.settings.target
         can_train = engine.last_step >= engine.next_step or engine.state.held(target) >= target.amount
@@ -334,8 +337,8 @@ class TaskService:
             room = self.room()
             return "" if room is None or room > 0 else f"training: {self._engine.settings.replay.limiter} has no room"
         if found.leased:
-            return f"{len(found.leased)} leases of other workers"
-        if found.held and self._may_return():
+            return f"{len(found.leased)} open leases"
+        if found.held and self._may_return(found):
             return f"{len(found.held)} groups to be trained: those that become too old are made again"
         return ""
 

@@ -63,6 +63,11 @@ def check_prompt(name: str, payload: bytes) -> None:
     """Raise InvalidInput for a prompt that no list may have."""
     if not 0 < len(name) <= MAX_TEXT:
         raise InvalidInput(f"prompt {name[:40]!r}: a name of {len(name):,} characters; give 1 to {MAX_TEXT}")
+    # A sample's prompt may hold no such character: its group could never be put.
+    odd = () if name.isprintable() else name
+    bad = next((c for c in odd if ord(c) < 32 or 0x7F <= ord(c) < 0xA0 or 0xD800 <= ord(c) < 0xE000), None)
+    if bad is not None:
+        raise InvalidInput(f"prompt {name[:40]!r}: its name holds the control character U+{ord(bad):04X}; remove it")
     if len(payload) > MAX_PROMPT_BYTES:
         raise InvalidInput(
             f"prompt {name[:40]!r}: {len(payload):,} bytes of JSON; give at most {MAX_PROMPT_BYTES:,}, and keep "

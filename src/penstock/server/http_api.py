@@ -4,6 +4,7 @@
                         already had it
     POST /v1/states     {"groups": [id, ...]}: what became of each, as `plane.has` says it
     GET  /v1/feedback   ?after=CURSOR&limit=N&wait=S: the next events, as `plane.feedback` yields them
+    POST /v1/leases     tasks of a list of prompts, and further routes to renew and return them (`http_tasks.py`)
     GET  /v1/status     what `plane.status()` returns;  GET /v1/ledger  its ledger
     GET  /openapi.json  the OpenAPI description, without a token
 
@@ -23,6 +24,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,7 @@ from penstock.extras import require
 from penstock.frames import read_head
 from penstock.protocol import MAX_ASKED, MAX_PAGE, OVER_LENGTH, Accepted
 from penstock.server.http_server import HttpThread, has_token, is_loopback, parse_address, read_token
+from penstock.server.http_tasks import MAX_BODY_BYTES, answer_tasks
 from penstock.server.openapi import FRAME, AskedGroups, describe, shown
 
 if TYPE_CHECKING:
@@ -136,6 +139,9 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
         "/v1/groups": ("POST", put),
         "/v1/states": ("POST", lambda request: _states(plane, request)),
         "/v1/feedback": ("GET", lambda request: _feedback(plane, request)),
+        "/v1/leases": ("POST", partial(_tasks, plane, "lease")),
+        "/v1/leases/renew": ("POST", partial(_tasks, plane, "renew")),
+        "/v1/leases/return": ("POST", partial(_tasks, plane, "return")),
         "/v1/status": ("GET", status),
         "/v1/ledger": ("GET", ledger),
     }
@@ -174,13 +180,26 @@ def _of_frame(body: bytes, evaluation: bool) -> tuple[int, EncodedGroup]:
     return len(head.ids), EncodedGroup.of_frame(groups[0], body, evaluation=evaluation)
 
 
-async def _states(plane: Plane, request: Request) -> Response:
-    size, refusal = _length(request, MAX_STATES_BYTES)
+async def _tasks(plane: Plane, what: str, request: Request) -> Response:
+    body = await _small_body(request, MAX_BODY_BYTES)
+    return _json(await answer_tasks(plane, what, body)) if isinstance(body, bytes) else body
+
+
+async def _small_body(request: Request, limit: int) -> bytes | Response:
+    """Read the body of a question, or return the response that rejects it."""
+    size, refusal = _length(request, limit)
     if refusal is not None:
         return refusal
     body = await _body(request, size)
     if body is None:
         return _problem(408, "WaitTimeout", f"body: did not arrive within {_BODY_S:g} s; send it again")
+    return body
+
+
+async def _states(plane: Plane, request: Request) -> Response:
+    body = await _small_body(request, MAX_STATES_BYTES)
+    if not isinstance(body, bytes):
+        return body
     found = await plane.ahas(_asked(body))
     return _json({"states": {name: {"state": one.state, "reason": one.reason} for name, one in found.items()}})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import msgspec
 from penstock.convert import JsonGroup
 from penstock.errors import PenstockError
 from penstock.protocol import FeedbackEvent
+from penstock.server.http_tasks import CancelledLeases, HttpTasks, NamedLeases, WantedTasks
 from penstock.version import __version__
 
 FRAME = "application/x-penstock-frame"
@@ -141,8 +143,9 @@ _OWN = {
 
 def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
     """Return the description of all routes. `statuses` maps errors to HTTP statuses."""
-    (group, put, asked, states, events, problem), parts = msgspec.json.schema_components(
-        [JsonGroup, Put, AskedGroups, States, Events, Problem], ref_template="#/components/schemas/{name}"
+    ours = [JsonGroup, Put, AskedGroups, States, Events, Problem, WantedTasks, HttpTasks, NamedLeases, CancelledLeases]
+    (group, put, asked, states, events, problem, wanted, leased, named, cancelled), parts = (
+        msgspec.json.schema_components(ours, ref_template="#/components/schemas/{name}")
     )
     names: dict[int, list[str]] = defaultdict(list)
     for kind, status in statuses.items():
@@ -152,6 +155,8 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
         for status, description in sorted(({s: ", ".join(found) for s, found in names.items()} | _OWN).items())
     }
     frame = {"schema": {"type": "string", "format": "binary"}}
+
+    ask = partial(_ask, problems)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Penstock", "version": __version__, "description": "Put groups of rollouts into a plane."},
@@ -170,14 +175,7 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
                     },
                 }
             },
-            "/v1/states": {
-                "post": {
-                    "operationId": "get_states",
-                    "summary": "What became of groups",
-                    "requestBody": {"required": True, "content": {"application/json": {"schema": asked}}},
-                    "responses": {"200": _answer("the state of each group, by id", states), **problems},
-                }
-            },
+            "/v1/states": ask("get_states", "What became of groups", asked, "the state of each group, by id", states),
             "/v1/feedback": {
                 "get": {
                     "operationId": "get_feedback",
@@ -186,6 +184,9 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
                     "responses": {"200": _answer("the next events", events), **problems},
                 }
             },
+            "/v1/leases": ask("lease_tasks", "Lease tasks", wanted, "tasks, or why there are none", leased),
+            "/v1/leases/renew": ask("renew_leases", "Renew leases", named, "what was cancelled", cancelled),
+            "/v1/leases/return": ask("return_leases", "Return leases", named, "done", {"type": "object"}),
             "/v1/status": _look("get_status", "The plane's status", problem),
             "/v1/ledger": _look("get_ledger", "The state of every accepted sample", problem),
         },
@@ -194,6 +195,18 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"token": []}],
+    }
+
+
+def _ask(problems: dict[str, Any], name: str, summary: str, body: Any, means: str, answer: Any) -> dict[str, Any]:
+    """Describe a question that is asked as JSON."""
+    return {
+        "post": {
+            "operationId": name,
+            "summary": summary,
+            "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+            "responses": {"200": _answer(means, answer), **problems},
+        }
     }
 
 

@@ -24,6 +24,7 @@ from penstock.log import (
     Discard,
     GroupOutcome,
     GroupRow,
+    HandOut,
     Log,
     LogReader,
     SegmentRow,
@@ -125,6 +126,21 @@ class LogSuite:
         assert again.outcomes(1, 1)[0][1].groups == (1, 2)
         assert again.outcomes(2, 10) == [(3, FILTERED)]
         assert again.outcomes(3, 10) == []
+        again.close()
+
+    def test_prompts_come_back_by_number(self, tmp_path: Path) -> None:
+        log = self.open(tmp_path)
+        with log.transaction():
+            log.add_prompts(1, [("a", b""), ("b\0\x1a", b'{"x":1}'), ("c", b"\0")])
+            log.add_prompts(2, [("other", b"")])  # sent twice: what is there stays
+        with log.transaction():
+            log.remove_prompts(3)
+            log.add_record(1, HandOut(kind="prompt", keys=("k", "l"), worker="w", lease_s=2.5))
+        log.close()
+        again = self.open(tmp_path)
+        assert again.prompts_of([2, 1, 3]) == {1: ("a", b""), 2: ("b\0\x1a", b'{"x":1}')}
+        assert again.prompt_names(1, 5) == ["a", "b\0\x1a"]
+        assert dict(again.records()) == {1: HandOut(kind="prompt", keys=("k", "l"), worker="w", lease_s=2.5)}
         again.close()
 
     def test_groups_come_in_order_and_as_they_are_asked_for(self, tmp_path: Path) -> None:
