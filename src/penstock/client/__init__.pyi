@@ -2,6 +2,7 @@ from penstock.client.api import client_transport as client_transport
 from penstock.client.api import connect as connect
 from penstock.client.api import open as open  # noqa: A004
 from penstock.client.column_lease import ColumnLease as ColumnLease
+from penstock.client.column_lease import LeaseRequest as LeaseRequest
 from penstock.client.embedded import open_settings as open_settings
 from penstock.client.embedded import plane_transport as plane_transport
 from penstock.client.encoded_group import EncodedGroup as EncodedGroup

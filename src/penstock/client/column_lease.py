@@ -155,8 +155,8 @@ class _Worker:
         """Find out whether this process reads storage itself."""
         self._storage = reachable(attached)
 
-    def next(self) -> Conversation[ColumnLease | None]:
-        """Return the next lease, or None after `timeout` seconds without one."""
+    def next(self) -> Conversation[tuple[ColumnsLeased, list[Sample]] | None]:
+        """Return the next leases with their samples, or None after `timeout` seconds without any."""
         until = None if self._asked.timeout is None else time.monotonic() + self._asked.timeout
         while True:
             answer = yield from self._connection.ask(self._question)
@@ -174,7 +174,7 @@ class _Worker:
                     _abandon(self._connection, answer.leases, str(error)[:200])
                     yield from self._failed(error)
                     continue
-                return ColumnLease(self._connection, self._asked, answer, samples)
+                return answer, samples
             if until is not None and time.monotonic() >= until:
                 return None
 
@@ -214,9 +214,8 @@ def lease_forever(
     """Yield leases until none comes for `timeout` seconds."""
     worker = _Worker(connection, asked)
     worker.reach(attached())
-    while (lease := run(worker.next())) is not None:
-        yield lease
-        del lease  # dropped before the next one is asked for, unless the caller holds it
+    while (found := run(worker.next())) is not None:
+        yield ColumnLease(connection, asked, *found)
 
 
 async def alease_forever(
@@ -227,6 +226,11 @@ async def alease_forever(
 
     worker = _Worker(connection, asked)
     worker.reach(await asyncio.to_thread(attached))
-    while (lease := await arun(worker.next())) is not None:
-        yield lease
-        del lease
+    while (found := await arun(worker.next())) is not None:
+        yield ColumnLease(connection, asked, *found)
+
+
+def lease_once(connection: ProducerConnection, asked: LeaseRequest) -> Conversation[list[Sample]]:
+    """Lease groups once, without renewing them. Returns the samples, which come from the plane."""
+    found = yield from _Worker(connection, asked).next()
+    return [] if found is None else found[1]

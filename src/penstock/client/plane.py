@@ -22,7 +22,7 @@ import msgspec
 
 from penstock.arrays import Own, Sample, check_count, own_of
 from penstock.client.async_puts import AsyncPuts
-from penstock.client.column_lease import ColumnLease, LeaseRequest, alease_forever, lease_forever
+from penstock.client.column_lease import ColumnLease, LeaseRequest, alease_forever, lease_forever, lease_once
 from penstock.client.conversations import Conversation, arun, run
 from penstock.client.deliveries import Deliveries, ManyPuts
 from penstock.client.direct import Direct
@@ -368,6 +368,10 @@ class Plane:
         """`lacking` for asyncio: `async for lease in plane.alacking("rewards")`, then `await lease.aattach(...)`."""
         asking = LeaseRequest(column, groups, tokenizer, lease_s, timeout)
         return alease_forever(self._connection, asking, self._attached, self._arun)
+
+    async def alease_once(self, asked: LeaseRequest) -> list[Sample]:
+        """Lease groups that lack a column without renewing the lease. Returns their samples: for the HTTP API."""
+        return await self._arun(lease_once(self._connection, asked))
 
     def _open_segment(self) -> str:
         answer = self._call(lambda ticket: OpenSegment(ticket=ticket))

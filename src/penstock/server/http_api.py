@@ -2,6 +2,8 @@
 
     POST /v1/groups     a group as JSON, or a frame, or gzip of one: 201 if it is new and durable, 200 if the plane
                         already had it
+    POST /v1/lacking    {"column": "rewards", "groups": 8}: samples of groups that lack a column, leased
+    POST /v1/attach     {"column": "rewards", "values": {group: {sample: 1.0}}}: their values
     POST /v1/states     {"groups": [id, ...]}: what became of each, as `plane.has` says it
     GET  /v1/status     what `plane.status()` returns;  GET /v1/ledger  its ledger
     GET  /openapi.json  the OpenAPI description, without a token
@@ -23,7 +25,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -35,6 +37,7 @@ from penstock.errors import ConfigError, InvalidInput, PenstockError
 from penstock.extras import require
 from penstock.frames import read_head
 from penstock.protocol import MAX_ASKED, OVER_LENGTH, Accepted
+from penstock.server.http_scoring import attach, lease
 from penstock.server.http_server import HttpThread, has_token, is_loopback, parse_address, read_token
 from penstock.server.openapi import FRAME, AskedGroups, describe
 
@@ -67,6 +70,7 @@ _THREADS = 8
 _LATER_S = 1.0
 _BUSY = f"the HTTP API: requests of {MAX_BYTES_IN_HAND} bytes are being handled; send it again"
 Answer = Callable[["Request"], Awaitable["Response"]]
+T = TypeVar("T")
 
 
 class HttpApi:
@@ -129,6 +133,8 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
     guarded: dict[str, tuple[str, Answer]] = {
         "/v1/groups": ("POST", put),
         "/v1/states": ("POST", lambda request: _states(plane, request)),
+        "/v1/lacking": ("POST", lambda request: _scoring(lease, plane, request)),
+        "/v1/attach": ("POST", lambda request: _scoring(attach, plane, request)),
         "/v1/status": ("GET", status),
         "/v1/ledger": ("GET", ledger),
     }
@@ -167,13 +173,26 @@ def _of_frame(body: bytes, evaluation: bool) -> tuple[int, EncodedGroup]:
     return len(head.ids), EncodedGroup.of_frame(groups[0], body, evaluation=evaluation)
 
 
-async def _states(plane: Plane, request: Request) -> Response:
+async def _small(request: Request) -> bytes | Response:
+    """Read a body that is not a group, or return the response that rejects it."""
     size, refusal = _length(request, MAX_STATES_BYTES)
     if refusal is not None:
         return refusal
     body = await _body(request, size)
     if body is None:
         return _problem(408, "WaitTimeout", f"body: did not arrive within {_BODY_S:g} s; send it again")
+    return body
+
+
+async def _scoring(act: Callable[[Plane, bytes], Coroutine[Any, Any, Any]], plane: Plane, request: Request) -> Response:
+    body = await _small(request)
+    return _json(await _while_connected(request, act(plane, body))) if isinstance(body, bytes) else body
+
+
+async def _states(plane: Plane, request: Request) -> Response:
+    body = await _small(request)
+    if not isinstance(body, bytes):
+        return body
     found = await plane.ahas(_asked(body))
     return _json({"states": {name: {"state": one.state, "reason": one.reason} for name, one in found.items()}})
 
@@ -201,8 +220,8 @@ def _accepted(samples: int, group: EncodedGroup, answer: Accepted) -> tuple[dict
     return found, 201 if is_new else 200
 
 
-async def _while_connected(request: Request, putting: Coroutine[Any, Any, Accepted]) -> Accepted:
-    """Wait for a put. Cancels it if the client disconnects, so that it leaves the plane's queue."""
+async def _while_connected(request: Request, putting: Coroutine[Any, Any, T]) -> T:
+    """Wait for a put, or another request. Cancels it if the client disconnects, so that it leaves the plane's queue."""
     from starlette.requests import ClientDisconnect
 
     put, gone = asyncio.ensure_future(putting), asyncio.ensure_future(request.receive())

@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.convert import JsonGroup
 from penstock.errors import PenstockError
+from penstock.server.http_scoring import AskedAttach, AskedLease, AttachedCounts, Leased
 from penstock.version import __version__
 
 FRAME = "application/x-penstock-frame"
@@ -87,9 +88,11 @@ _OWN = {
 
 def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
     """Return the description of all routes. `statuses` maps errors to HTTP statuses."""
-    (group, put, asked, states, problem), parts = msgspec.json.schema_components(
-        [JsonGroup, Put, AskedGroups, States, Problem], ref_template="#/components/schemas/{name}"
+    scoring = (AskedLease, Leased, AskedAttach, AttachedCounts)
+    (group, put, asked, states, problem, *more), parts = msgspec.json.schema_components(
+        [JsonGroup, Put, AskedGroups, States, Problem, *scoring], ref_template="#/components/schemas/{name}"
     )
+    parts_of = dict(zip(scoring, more, strict=True))
     names: dict[int, list[str]] = defaultdict(list)
     for kind, status in statuses.items():
         names[status].append(kind.__name__)
@@ -116,14 +119,25 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
                     },
                 }
             },
-            "/v1/states": {
-                "post": {
-                    "operationId": "get_states",
-                    "summary": "What became of groups",
-                    "requestBody": {"required": True, "content": {"application/json": {"schema": asked}}},
-                    "responses": {"200": _answer("the state of each group, by id", states), **problems},
-                }
-            },
+            "/v1/states": _asked(
+                "get_states", "What became of groups", asked, problems, "the state of each group, by id", states
+            ),
+            "/v1/lacking": _asked(
+                "lease_samples",
+                "Lease samples that lack a column",
+                parts_of[AskedLease],
+                problems,
+                "samples; none if no group lacked the column in time",
+                parts_of[Leased],
+            ),
+            "/v1/attach": _asked(
+                "attach_values",
+                "Give samples the values of a column that they lack; durable",
+                parts_of[AskedAttach],
+                problems,
+                "counts, in samples",
+                parts_of[AttachedCounts],
+            ),
             "/v1/status": _look("get_status", "The plane's status", problem),
             "/v1/ledger": _look("get_ledger", "The state of every accepted sample", problem),
         },
@@ -132,6 +146,18 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"token": []}],
+    }
+
+
+def _asked(name: str, summary: str, body: Any, problems: Any, words: str, answer: Any) -> dict[str, Any]:
+    """Describe a small question that is asked with POST."""
+    return {
+        "post": {
+            "operationId": name,
+            "summary": summary,
+            "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+            "responses": {"200": _answer(words, answer), **problems},
+        }
     }
 
 
