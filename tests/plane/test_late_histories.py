@@ -147,9 +147,7 @@ class History:
 
 @pytest.mark.parametrize("name", REPLAYS)
 @pytest.mark.parametrize(("seed", "on_missing"), [(1, "drop"), (2, "train")])
-def test_memory_follows_from_the_log_and_a_rerun_agrees(
-    tmp_path: Path, name: str, seed: int, on_missing: str
-) -> None:
+def test_memory_follows_from_the_log_and_a_rerun_agrees(tmp_path: Path, name: str, seed: int, on_missing: str) -> None:
     history = History(
         tmp_path / "run", seed, replay=REPLAYS[name], on_missing=on_missing, snapshot_every=int(10 ** (seed % 3))
     )

@@ -91,7 +91,8 @@ class Leases:
                 continue
             # A cancelled lease is renewed as well: its process still works on it until it has heard.
             self.clock.renew(lease, now)
-            if reason := self.cancels.get(lease.kind, lambda _: "")(lease):
+            cancels = self.cancels.get(lease.kind)
+            if cancels is not None and (reason := cancels(lease)):
                 cancelled.append((number, reason))
         version = self._recorder.state.policy_version
         return Renewed(ticket=message.ticket, cancelled=tuple(cancelled), policy_version=version)
