@@ -119,7 +119,8 @@ class ColumnLease:
         for name, value in values.items():
             groups = known.get(name, [])
             if len(groups) != 1:
-                text = (
+                many = f"in {len(groups)} groups of it; attach by group: plane.attach"
+                text = many if groups else "not in this lease"
                     f"in {len(groups)} groups of it; attach by group: plane.attach" if groups else "not in this lease"
                 )
                 raise UnknownKey(f"attach {self.column}: sample {name!r:.80}: {text}; nothing was attached")
