@@ -121,8 +121,6 @@ class ColumnLease:
             if len(groups) != 1:
                 many = f"in {len(groups)} groups of it; attach by group: plane.attach"
                 text = many if groups else "not in this lease"
-                    f"in {len(groups)} groups of it; attach by group: plane.attach" if groups else "not in this lease"
-                )
                 raise UnknownKey(f"attach {self.column}: sample {name!r:.80}: {text}; nothing was attached")
             found.setdefault(groups[0], {})[name] = value
         return found
