@@ -17,9 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.arrays import Sample, Samples, sample_digests
+from penstock.client.attaching import AttachResult, attach
 from penstock.client.conversations import Call, Conversation, Pause
 from penstock.client.direct import reachable
-from penstock.client.late_columns import AttachResult, attach
 from penstock.client.producer_connection import ProducerConnection, error_of
 from penstock.errors import CorruptFrame, InvalidInput, StorageError, UnknownKey
 from penstock.frames import ANY_SIZE, decode

@@ -22,6 +22,7 @@ import msgspec
 
 from penstock.arrays import Own, Sample, check_count, own_of
 from penstock.client.async_puts import AsyncPuts
+from penstock.client.attaching import NOTHING_GIVEN, AttachResult, attach
 from penstock.client.column_lease import ColumnLease, LeaseRequest, alease_forever, lease_forever, lease_once
 from penstock.client.conversations import Conversation, arun, run
 from penstock.client.deliveries import Deliveries, ManyPuts
@@ -30,7 +31,6 @@ from penstock.client.encoded_group import EncodedGroup, samples_of, tenant_of
 from penstock.client.group_builder import AsyncGroupBuilder, GroupBuilder, builder_fields
 from penstock.client.group_states import GroupState, checked_ids
 from penstock.client.handles import Handle, nowhere
-from penstock.client.late_columns import NOTHING_GIVEN, AttachResult, attach
 from penstock.client.producer_connection import ProducerConnection, error_of
 from penstock.client.put_counts import PutCounts
 from penstock.convert import Advantage, Filter, Group, grpo

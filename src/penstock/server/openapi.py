@@ -88,11 +88,10 @@ _OWN = {
 
 def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
     """Return the description of all routes. `statuses` maps errors to HTTP statuses."""
-    scoring = (AskedLease, Leased, AskedAttach, AttachedCounts)
     (group, put, asked, states, problem, *more), parts = msgspec.json.schema_components(
-        [JsonGroup, Put, AskedGroups, States, Problem, *scoring], ref_template="#/components/schemas/{name}"
+        [JsonGroup, Put, AskedGroups, States, Problem, AskedLease, Leased, AskedAttach, AttachedCounts],
+        ref_template="#/components/schemas/{name}",
     )
-    parts_of = dict(zip(scoring, more, strict=True))
     names: dict[int, list[str]] = defaultdict(list)
     for kind, status in statuses.items():
         names[status].append(kind.__name__)
@@ -122,22 +121,7 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
             "/v1/states": _asked(
                 "get_states", "What became of groups", asked, problems, "the state of each group, by id", states
             ),
-            "/v1/lacking": _asked(
-                "lease_samples",
-                "Lease samples that lack a column",
-                parts_of[AskedLease],
-                problems,
-                "samples; none if no group lacked the column in time",
-                parts_of[Leased],
-            ),
-            "/v1/attach": _asked(
-                "attach_values",
-                "Give samples the values of a column that they lack; durable",
-                parts_of[AskedAttach],
-                problems,
-                "counts, in samples",
-                parts_of[AttachedCounts],
-            ),
+            **_scoring(*more, problems),
             "/v1/status": _look("get_status", "The plane's status", problem),
             "/v1/ledger": _look("get_ledger", "The state of every accepted sample", problem),
         },
@@ -146,6 +130,15 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"token": []}],
+    }
+
+
+def _scoring(asked: Any, leased: Any, values: Any, counts: Any, problems: Any) -> dict[str, Any]:
+    """Describe what judges use."""
+    none, durable = "samples; none if no group lacked the column in time", "Give samples a late value; durable"
+    return {
+        "/v1/lacking": _asked("lease_samples", "Lease samples that lack a column", asked, problems, none, leased),
+        "/v1/attach": _asked("attach_values", durable, values, problems, "counts, in samples", counts),
     }
 
 
