@@ -22,8 +22,6 @@ import msgspec
 
 from penstock.arrays import Own, Sample, check_count, own_of
 from penstock.client.async_puts import AsyncPuts
-from penstock.client.attaching import NOTHING_GIVEN, AttachResult, attach
-from penstock.client.column_lease import ColumnLease, LeaseRequest, alease_forever, lease_forever, lease_once
 from penstock.client.conversations import Conversation, arun, run
 from penstock.client.deliveries import Deliveries, ManyPuts
 from penstock.client.direct import Direct
@@ -62,6 +60,8 @@ from penstock.protocol import (
 )
 
 if TYPE_CHECKING:
+    from penstock.client.attaching import AttachResult
+    from penstock.client.column_lease import ColumnLease, LeaseRequest
     from penstock.client.source import Source
     from penstock.plane import Ledger, PlaneLoop
     from penstock.transport import ClientTransport
@@ -318,7 +318,7 @@ class Plane:
         column: str,
         values: Mapping[str, Mapping[str, float]],
         *,
-        errors: Mapping[str, Mapping[str, str]] = NOTHING_GIVEN,
+        errors: Mapping[str, Mapping[str, str]] | None = None,
     ) -> AttachResult:
         """Give samples of accepted groups a value that they lacked when they were put, by group and sample id.
 
@@ -326,17 +326,21 @@ class Plane:
         known. Another value for the same sample raises `Conflict`, and nothing of the call is attached. A sample in
         `errors` could not be scored: it is not trained, and its reward is part of no baseline.
         """
-        return self._run(attach(self._connection, column, values, errors))
+        from penstock.client.attaching import attach  # for judges: a rollout worker does without
+
+        return self._run(attach(self._connection, column, values, errors or {}))
 
     async def aattach(
         self,
         column: str,
         values: Mapping[str, Mapping[str, float]],
         *,
-        errors: Mapping[str, Mapping[str, str]] = NOTHING_GIVEN,
+        errors: Mapping[str, Mapping[str, str]] | None = None,
     ) -> AttachResult:
         """`attach` for asyncio."""
-        return await self._arun(attach(self._connection, column, values, errors))
+        from penstock.client.attaching import attach
+
+        return await self._arun(attach(self._connection, column, values, errors or {}))
 
     def lacking(
         self,
@@ -353,6 +357,8 @@ class Plane:
         workers get its groups after `lease_s` seconds at most. The loop ends after `timeout` seconds without any group
         (None: never). `tokenizer` needs a method `decode`, for `lease.text`.
         """
+        from penstock.client.column_lease import LeaseRequest, lease_forever
+
         asking = LeaseRequest(column, groups, tokenizer, lease_s, timeout)
         return lease_forever(self._connection, asking, self._attached, self._run)
 
@@ -366,11 +372,15 @@ class Plane:
         timeout: float | None = None,
     ) -> AsyncIterator[ColumnLease]:
         """`lacking` for asyncio: `async for lease in plane.alacking("rewards")`, then `await lease.aattach(...)`."""
+        from penstock.client.column_lease import LeaseRequest, alease_forever
+
         asking = LeaseRequest(column, groups, tokenizer, lease_s, timeout)
         return alease_forever(self._connection, asking, self._attached, self._arun)
 
     async def alease_once(self, asked: LeaseRequest) -> list[Sample]:
         """Lease groups that lack a column without renewing the lease. Returns their samples: for the HTTP API."""
+        from penstock.client.column_lease import lease_once
+
         return await self._arun(lease_once(self._connection, asked))
 
     def _open_segment(self) -> str:

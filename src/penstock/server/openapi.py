@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -121,7 +121,7 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
             "/v1/states": _asked(
                 "get_states", "What became of groups", asked, problems, "the state of each group, by id", states
             ),
-            **_scoring(*more, problems),
+            **_scoring(more, problems),
             "/v1/status": _look("get_status", "The plane's status", problem),
             "/v1/ledger": _look("get_ledger", "The state of every accepted sample", problem),
         },
@@ -133,8 +133,9 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
     }
 
 
-def _scoring(asked: Any, leased: Any, values: Any, counts: Any, problems: Any) -> dict[str, Any]:
+def _scoring(schemas: Sequence[Any], problems: Any) -> dict[str, Any]:
     """Describe what judges use."""
+    asked, leased, values, counts = schemas
     none, durable = "samples; none if no group lacked the column in time", "Give samples a late value; durable"
     return {
         "/v1/lacking": _asked("lease_samples", "Lease samples that lack a column", asked, problems, none, leased),
