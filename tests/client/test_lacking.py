@@ -12,6 +12,7 @@ import pytest
 
 import penstock as ps
 from penstock.errors import Closed, InvalidInput, UnknownKey
+from tests.support.groups import named_group
 from tests.support.late_groups import LATE, put_late
 from tests.support.pace import eventually
 from tests.support.planes import FAST
@@ -79,6 +80,15 @@ def test_only_samples_that_still_lack_the_column_are_handed_out(plane: ps.Plane)
         lease.attach({"g/1": 0.5})
 
 
+def test_samples_of_the_same_name_in_two_groups_are_scored_by_group(plane: ps.Plane) -> None:
+    for name in ("a", "b"):
+        plane.put([s.replace(id="same", rewards=None) for s in named_group(name, samples=1)])
+    lease = next(iter(plane.lacking("rewards")))
+    with pytest.raises(UnknownKey, match=r"sample 'same': in 2 groups of it; attach by group: plane.attach"):
+        lease.attach({"same": 1.0})
+    assert plane.attach("rewards", {"a": {"same": 1.0}, "b": {"same": 0.0}}) == (2, 0, 0)
+
+
 def test_a_leased_group_goes_to_one_worker_until_it_is_dropped_or_given_back(plane: ps.Plane) -> None:
     put_late(plane, "g")
     lease = next(iter(plane.lacking("rewards")))
@@ -104,9 +114,20 @@ def test_who_was_slower_learns_it(plane: ps.Plane) -> None:
     lease = next(iter(plane.lacking("rewards", lease_s=1.0)))
     values = score(lease)
     plane.attach("rewards", {"g": values})
-    eventually(lambda: lease.cancelled != "")
-    assert "values were attached" in lease.cancelled
+    eventually(lambda: bool(lease.cancelled))
+    assert lease.cancelled == {"g": "completed: its values were attached"}
     assert lease.attach(values) == (0, 2, 0)
+
+
+def test_who_attaches_group_by_group_is_not_told_that_somebody_was_faster(plane: ps.Plane) -> None:
+    for name in ("a", "bb"):
+        put_late(plane, name)
+    lease = next(iter(plane.lacking("rewards", lease_s=0.5)))
+    values = score(lease)
+    lease.attach({name: values[name] for name in ("a/0", "a/1")})
+    assert list(plane.lacking("rewards", timeout=1.0)) == []  # the other group is renewed meanwhile
+    assert lease.cancelled == {}
+    assert lease.attach({name: values[name] for name in ("bb/0", "bb/1")}).new == 2
 
 
 def test_the_leases_of_a_client_that_closes_return_at_once(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def work(task: Task) -> None:
             group.add(ps.Trajectory(turns=turns, reward=reward))
 
 
-def trained(plane: ps.Plane) -> list[tuple[int, str]]:
+def trained(plane: ps.Plane) -> list[tuple[int | None, str]]:
     return [(event.step, event.prompt) for event in plane.feedback() if event.outcome == "trained"]
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.convert import make_group
-from penstock.convert.json_group import ADVANTAGES, JsonGroup, JsonRollout, JsonTurn, read_json_group
+from penstock.convert import ADVANTAGES, make_group
+from penstock.convert.json_group import JsonGroup, JsonRollout, JsonTurn, read_json_group
 from penstock.errors import InvalidInput
 
 LOGPROBS = st.floats(-20, 0, width=32)
@@ -72,7 +72,6 @@ def test_branches_are_read_as_they_are_given() -> None:
         ({"rollouts": [{"turns": [{"token_ids": [1.5]}]}]}, "rollouts[0].turns[0].token_ids[0]: float; must be int"),
         ({"rollouts": [{"turns": [{"token_ids": [2**70]}]}]}, "rollouts[0].turns[0].token_ids"),
         ({"rollouts": [{"turns": [{"token_ids": [1]}], "rewrad": 1}]}, "rollouts[0]: unknown field 'rewrad'"),
-        ({"rollouts": [{"turns": [{"token_ids": [1]}]}]}, "reward: none, and no error either"),
     ],
 )
 def test_what_is_wrong_is_named_by_its_place(change: dict[str, Any], said: str) -> None:
@@ -100,3 +99,8 @@ def test_own_columns_are_those_the_plane_was_told_of() -> None:
     text = json.dumps({"prompt": "p", "rollouts": [{"turns": [turn], "reward": 1}]}).encode()
     group, _ = read_json_group(text, lambda: {"turn_weights": column})
     assert group.samples[0]["turn_weights"].tolist() == [2.0]
+
+
+def test_a_group_without_rewards_leaves_its_advantage_to_the_plane() -> None:
+    group, _ = read_json_group(b'{"prompt": "p", "rollouts": [{"turns": [{"token_ids": [1]}]}]}')
+    assert (group.late_advantage, "advantages" in group.samples[0]) == ("grpo", False)

@@ -114,7 +114,7 @@ def test_the_same_value_twice_is_known_and_another_one_a_conflict_that_attaches_
         ("rewards", {"g": {"g/0": 1.0}}, {"g": {"g/0": "no"}}, "has a value and an error"),
         ("advantages", {"g": {"g/0": 1.0}}, {}, "waits for rewards"),
         ("logprobs", {"g": {"g/0": 1.0}}, {}, "only rewards, advantages may come after the put"),
-        ("rewards", {f"g{i}": {} for i in range(1025)}, {}, "more than 1,024 groups"),
+        ("rewards", {f"g{i}": {} for i in range(257)}, {}, "more than 256 groups"),
     ],
 )
 def test_what_cannot_be_attached_is_rejected_with_the_value(

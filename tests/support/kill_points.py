@@ -24,16 +24,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import penstock as ps
 from penstock.packing import Packing
 from penstock.plane.settings import PlaneSettings, Target
+from penstock.protocol import AttachValues
 from tests.support.engines import DirectEngine
 from tests.support.groups import named_group
 from tests.support.model_run import close_engine, open_engine
 
 CALLS = ("pwrite64", "write", "writev", "fdatasync", "fsync", "ftruncate", "unlink", "rename", "fallocate", "link")
 STEPS, PER_STEP = 3, 2
+LATE: dict[str, Any] = {"needs": ("rewards",), "needs_deadline_s": 3600.0}
 EVAL_BYTES = len(ps.encode(named_group("e1", tokens=40))) * 3 // 2
 """Bytes kept of evaluation groups: one group, so that the one before it is freed."""
 _LINE = re.compile(r"(\d+) +(\w+)\(")
@@ -75,13 +78,21 @@ def live_as_plane(folder: Path, say: Callable[[str], None]) -> None:
     """Two groups, one to be evaluated, a step, and so on, through what a program uses."""
     with (
         ps.open(
-            folder, ranks=1, seq_len=64, groups_per_step=PER_STEP, retain_steps=1, retain_eval_bytes=EVAL_BYTES
+            folder,
+            ranks=1,
+            seq_len=64,
+            groups_per_step=PER_STEP,
+            retain_steps=1,
+            retain_eval_bytes=EVAL_BYTES,
+            **LATE,
         ) as plane,
         plane.source(0) as source,
     ):
         begin = plane.status()["next_step"]
         for number in range(1, STEPS + 1):
-            _put_groups(number, lambda name: plane.put(named_group(name, tokens=40), evaluation=name[0] == "e"), say)
+            _put_groups(number, lambda name: plane.put(samples_of(name), evaluation=name[0] == "e"), say)
+            for name, values in late_values(number).items():  # one by one: a kill may come between them
+                plane.attach("rewards", {f"g{number}-0": {name: values}})
             if number < begin:
                 continue
             step = source.step(number, timeout=60)
@@ -102,10 +113,14 @@ def live_as_engine(folder: Path, say: Callable[[str], None]) -> None:
         retain_steps=1,
         retain_eval_bytes=EVAL_BYTES,
         snapshot_every=3,
+        **LATE,
     )
     engine = open_engine(settings, folder)
     for number in range(1, STEPS + 1):
         _put_groups(number, lambda name: put_into(engine, name), say)
+        for name, value in late_values(number).items():
+            engine.late.offer(name, AttachValues(ticket=1, column="rewards", values={f"g{number}-0": {name: value}}))
+            assert engine.late.flush()[0].error is None
         if number < engine.next_step:
             continue
         made = engine.stage_again(number) if number <= engine.last_step else engine.plan_step(number)
@@ -122,10 +137,21 @@ def live_as_engine(folder: Path, say: Callable[[str], None]) -> None:
 
 def put_into(engine: DirectEngine, name: str) -> bool:
     """Put one group; False if it was known."""
-    outcome = engine.put(name, name, ps.encode(named_group(name, tokens=40)), evaluation=name[0] == "e")
+    outcome = engine.put(name, name, ps.encode(samples_of(name)), evaluation=name[0] == "e")
     outcome = outcome or engine.flush()[0]
     assert outcome.error is None, outcome.error
     return not outcome.duplicate
+
+
+def samples_of(name: str) -> list[ps.Sample]:
+    """The samples of a group. The first group of a step gets its rewards later."""
+    samples = named_group(name, tokens=40)
+    return [sample.replace(rewards=None) for sample in samples] if name.endswith("-0") else samples
+
+
+def late_values(number: int) -> dict[str, float]:
+    """The late rewards of a step, by sample."""
+    return {f"g{number}-0/{i}": float(i) for i in range(2)}
 
 
 def _ids(payload: bytes | bytearray | memoryview) -> tuple[str, ...]:

@@ -17,9 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.arrays import Sample, Samples, sample_digests
+from penstock.client.attaching import AttachResult, attach
 from penstock.client.conversations import Call, Conversation, Pause
 from penstock.client.direct import reachable
-from penstock.client.late_columns import AttachResult, attach
 from penstock.client.producer_connection import ProducerConnection, error_of
 from penstock.errors import CorruptFrame, InvalidInput, StorageError, UnknownKey
 from penstock.frames import ANY_SIZE, decode
@@ -56,13 +56,16 @@ class ColumnLease:
         self.column = asked.column
         self.samples = list(samples)
         """The samples that lack the column: `id`, `group`, `prompt`, `env`, `token_ids`, `loss_mask`, `rollout`."""
-        self.cancelled = ""
-        """Why the values of some of its groups are no longer wanted: somebody was faster, or the group was dropped."""
-        self._connection, self._asked, self._numbers = connection, asked, leased.leases
-        self._open = {sample.id: sample for sample in self.samples}
+        self.cancelled: dict[str, str] = {}
+        """Groups whose values are no longer wanted, and why: somebody was faster, or the group was dropped."""
+        self._connection, self._asked = connection, asked
+        self._numbers = dict(zip(self.groups, leased.leases, strict=True))
+        """Group -> its lease."""
+        self._open = {group: {sample.id for sample in samples} for group, samples in self.groups.items()}
+        """Group -> samples without a value."""
         now, mine = time.monotonic(), weakref.ref(self)
-        for number in leased.leases:
-            connection.renewals.hold(number, asked.lease_s, now, partial(_cancel, mine))
+        for group, number in self._numbers.items():
+            connection.renewals.hold(number, asked.lease_s, now, partial(_cancel, mine, group))
         self._finalize = weakref.finalize(self, _abandon, connection, leased.leases)
         self._finalize.atexit = False  # the connection's end returns them
 
@@ -98,28 +101,34 @@ class ColumnLease:
         return await arun(self._attach(values, errors or {}), _at_once)
 
     def _attach(self, values: Mapping[str, float], errors: Mapping[str, str]) -> Conversation[AttachResult]:
-        result = yield from attach(self._connection, self.column, self._by_group(values), self._by_group(errors))
-        for name in (*values, *errors):
-            self._open.pop(name, None)
-        if not self._open:
+        scored, failed = self._by_group(values), self._by_group(errors)
+        result = yield from attach(self._connection, self.column, scored, failed)
+        for group in {*scored, *failed}:
+            self._open[group] -= {*scored.get(group, ()), *failed.get(group, ())}
+            if not self._open[group]:
+                self._connection.renewals.release(self._numbers[group])
+        if not any(self._open.values()):
             self._finalize.detach()
-            for number in self._numbers:
-                self._connection.renewals.release(number)
         return result
 
     def _by_group(self, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        known = {sample.id: sample.group for sample in self.samples}
+        known: dict[str, list[str]] = {}
+        for sample in self.samples:
+            known.setdefault(sample.id, []).append(sample.group)
         found: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
-            if name not in known:
-                raise UnknownKey(f"attach {self.column}: sample {name!r:.80}: not in this lease; nothing was attached")
-            found.setdefault(known[name], {})[name] = value
+            groups = known.get(name, [])
+            if len(groups) != 1:
+                many = f"in {len(groups)} groups of it; attach by group: plane.attach"
+                text = many if groups else "not in this lease"
+                raise UnknownKey(f"attach {self.column}: sample {name!r:.80}: {text}; nothing was attached")
+            found.setdefault(groups[0], {})[name] = value
         return found
 
     def give_back(self, reason: str = "") -> None:
         """Return what is not attached, so that another worker gets it at once."""
         if self._finalize.detach() is not None:
-            _abandon(self._connection, self._numbers, reason)
+            _abandon(self._connection, [self._numbers[group] for group, names in self._open.items() if names], reason)
 
     def __repr__(self) -> str:
         return f"ColumnLease({self.column!r}, {len(self.samples)} samples of {len(self.groups)} groups)"
@@ -129,10 +138,10 @@ async def _at_once(act: Callable[[], Any]) -> Any:
     return act()
 
 
-def _cancel(lease: weakref.ref[ColumnLease], reason: str) -> None:
+def _cancel(lease: weakref.ref[ColumnLease], group: str, reason: str) -> None:
     found = lease()
     if found is not None:
-        found.cancelled = found.cancelled or reason
+        found.cancelled[group] = reason
 
 
 def _abandon(connection: ProducerConnection, numbers: Sequence[int], reason: str = "") -> None:
@@ -155,8 +164,8 @@ class _Worker:
         """Find out whether this process reads storage itself."""
         self._storage = reachable(attached)
 
-    def next(self) -> Conversation[ColumnLease | None]:
-        """Return the next lease, or None after `timeout` seconds without one."""
+    def next(self) -> Conversation[tuple[ColumnsLeased, list[Sample]] | None]:
+        """Return the next leases with their samples, or None after `timeout` seconds without any."""
         until = None if self._asked.timeout is None else time.monotonic() + self._asked.timeout
         while True:
             answer = yield from self._connection.ask(self._question)
@@ -174,7 +183,7 @@ class _Worker:
                     _abandon(self._connection, answer.leases, str(error)[:200])
                     yield from self._failed(error)
                     continue
-                return ColumnLease(self._connection, self._asked, answer, samples)
+                return answer, samples
             if until is not None and time.monotonic() >= until:
                 return None
 
@@ -214,9 +223,8 @@ def lease_forever(
     """Yield leases until none comes for `timeout` seconds."""
     worker = _Worker(connection, asked)
     worker.reach(attached())
-    while (lease := run(worker.next())) is not None:
-        yield lease
-        del lease  # dropped before the next one is asked for, unless the caller holds it
+    while (found := run(worker.next())) is not None:
+        yield ColumnLease(connection, asked, *found)
 
 
 async def alease_forever(
@@ -227,6 +235,11 @@ async def alease_forever(
 
     worker = _Worker(connection, asked)
     worker.reach(await asyncio.to_thread(attached))
-    while (lease := await arun(worker.next())) is not None:
-        yield lease
-        del lease
+    while (found := await arun(worker.next())) is not None:
+        yield ColumnLease(connection, asked, *found)
+
+
+def lease_once(connection: ProducerConnection, asked: LeaseRequest) -> Conversation[list[Sample]]:
+    """Lease groups once, without renewing them. Returns the samples, which come from the plane."""
+    found = yield from _Worker(connection, asked).next()
+    return [] if found is None else found[1]

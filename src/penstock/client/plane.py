@@ -23,7 +23,6 @@ import msgspec
 
 from penstock.arrays import Own, Sample, own_of
 from penstock.client.async_puts import AsyncPuts
-from penstock.client.column_lease import ColumnLease, LeaseRequest, alease_forever, lease_forever
 from penstock.client.conversations import Conversation, arun, run
 from penstock.client.deliveries import Deliveries, ManyPuts
 from penstock.client.direct import Direct
@@ -32,7 +31,6 @@ from penstock.client.feedback import FeedbackReader, ask_page, discard_message
 from penstock.client.group_builder import AsyncGroupBuilder, GroupBuilder, builder_fields
 from penstock.client.group_states import GroupState, checked_ids
 from penstock.client.handles import Handle, nowhere
-from penstock.client.late_columns import NOTHING_GIVEN, AttachResult, attach
 from penstock.client.producer_connection import ProducerConnection, error_of
 from penstock.client.put_counts import PutCounts
 from penstock.convert import Advantage, Filter, Group, grpo
@@ -65,6 +63,8 @@ from penstock.protocol import (
 )
 
 if TYPE_CHECKING:
+    from penstock.client.attaching import AttachResult
+    from penstock.client.column_lease import ColumnLease, LeaseRequest
     from penstock.client.prompt_lists import Prompt
     from penstock.client.source import Source
     from penstock.client.tasks import Tasks
@@ -390,7 +390,7 @@ class Plane:
         column: str,
         values: Mapping[str, Mapping[str, float]],
         *,
-        errors: Mapping[str, Mapping[str, str]] = NOTHING_GIVEN,
+        errors: Mapping[str, Mapping[str, str]] | None = None,
     ) -> AttachResult:
         """Give samples of accepted groups a value that they lacked when they were put, by group and sample id.
 
@@ -398,17 +398,21 @@ class Plane:
         known. Another value for the same sample raises `Conflict`, and nothing of the call is attached. A sample in
         `errors` could not be scored: it is not trained, and its reward is part of no baseline.
         """
-        return self._run(attach(self._connection, column, values, errors))
+        from penstock.client.attaching import attach  # for judges: a rollout worker does without
+
+        return self._run(attach(self._connection, column, values, errors or {}))
 
     async def aattach(
         self,
         column: str,
         values: Mapping[str, Mapping[str, float]],
         *,
-        errors: Mapping[str, Mapping[str, str]] = NOTHING_GIVEN,
+        errors: Mapping[str, Mapping[str, str]] | None = None,
     ) -> AttachResult:
         """`attach` for asyncio."""
-        return await self._arun(attach(self._connection, column, values, errors))
+        from penstock.client.attaching import attach
+
+        return await self._arun(attach(self._connection, column, values, errors or {}))
 
     def lacking(
         self,
@@ -425,6 +429,8 @@ class Plane:
         workers get its groups after `lease_s` seconds at most. The loop ends after `timeout` seconds without any group
         (None: never). `tokenizer` needs a method `decode`, for `lease.text`.
         """
+        from penstock.client.column_lease import LeaseRequest, lease_forever
+
         asking = LeaseRequest(column, groups, tokenizer, lease_s, timeout)
         return lease_forever(self._connection, asking, self._attached, self._run)
 
@@ -438,6 +444,8 @@ class Plane:
         timeout: float | None = None,
     ) -> AsyncIterator[ColumnLease]:
         """`lacking` for asyncio: `async for lease in plane.alacking("rewards")`, then `await lease.aattach(...)`."""
+        from penstock.client.column_lease import LeaseRequest, alease_forever
+
         asking = LeaseRequest(column, groups, tokenizer, lease_s, timeout)
         return alease_forever(self._connection, asking, self._attached, self._arun)
 
@@ -464,6 +472,12 @@ class Plane:
     async def afeedback_page(self, after: str, most: int, wait_s: float) -> tuple[FeedbackEvent, ...]:
         """Return up to `most` events behind a cursor. Waits up to `wait_s` seconds for the first."""
         return (await self._arun(ask_page(self._connection, after, most, wait_s))).events
+
+    async def alease_once(self, asked: LeaseRequest) -> list[Sample]:
+        """Lease groups that lack a column without renewing the lease. Returns their samples: for the HTTP API."""
+        from penstock.client.column_lease import lease_once
+
+        return await self._arun(lease_once(self._connection, asked))
 
     def _open_segment(self) -> str:
         answer = self._call(lambda ticket: OpenSegment(ticket=ticket))

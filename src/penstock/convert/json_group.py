@@ -18,16 +18,9 @@ from msgspec import Meta
 
 from penstock.arrays import NO_COLUMNS, Own
 from penstock.capture import TURN_COLUMNS, Trajectory, Turn
-from penstock.convert.advantages import Advantage, grpo, leave_one_out, max_rl, raw_rewards
 from penstock.convert.groups import Group, make_group, unique_id
 from penstock.errors import InvalidInput
 
-ADVANTAGES: dict[str, Advantage] = {
-    "grpo": grpo,
-    "leave_one_out": leave_one_out,
-    "max_rl": max_rl,
-    "raw_rewards": raw_rewards,
-}
 Record = dict[str, Any]
 
 
@@ -81,7 +74,7 @@ class _Head(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     policy_version: Annotated[int | None, Meta(description="of every rollout that does not say its own")] = None
     advantage: Annotated[
-        Literal["grpo", "leave_one_out", "max_rl", "raw_rewards"] | None,
+        Literal["grpo", "grpo_std", "leave_one_out", "max_rl", "raw_rewards"] | None,
         Meta(description="how rewards become advantages; null: the turns have a column advantages, or need none"),
     ] = "grpo"
     evaluation: Annotated[bool, Meta(description="recorded and shown, never trained")] = False
@@ -117,10 +110,15 @@ def read_json_group(text: bytes, columns: Callable[[], Own] = lambda: NO_COLUMNS
         for i, rollout in enumerate(head.rollouts)
     ]
     name = unique_id(head.prompt) if head.id is None else head.id
-    rule = None if head.advantage is None or head.evaluation else ADVANTAGES[head.advantage]
+    rule = None if head.evaluation else head.advantage
     own = columns() if any(turn.own for rollout in rollouts for turn in rollout.turns) else NO_COLUMNS
     group = make_group(
-        rollouts, id=name, prompt=head.prompt, policy_version=head.policy_version, advantage=rule, columns=own
+        rollouts,
+        id=name,
+        prompt=head.prompt,
+        policy_version=head.policy_version,
+        advantage=rule,
+        columns=own,
     )
     return group, head.evaluation
 

@@ -116,4 +116,4 @@ def key_of(op: int, column: str) -> str:
 
 def read_key(key: str) -> tuple[int, str]:
     op, _, column = key.partition(":")
-    return int(op), column
+    return int(op) if op.isdecimal() else 0, column

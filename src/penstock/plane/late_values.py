@@ -24,7 +24,7 @@ from penstock.plane.late_groups import WaitingGroup
 from penstock.plane.outcomes import summary_of
 from penstock.plane.recorder import Recorder, ends_plane, failure_text
 from penstock.plane.settings import PlaneSettings
-from penstock.protocol import MAX_ASKED, MAX_REASON, AttachValues
+from penstock.protocol import MAX_REASON, MAX_SCORED, AttachValues
 
 Given: TypeAlias = dict[int, float | None]
 """Sample -> value; None: it could not be scored."""
@@ -54,6 +54,8 @@ class _Turn:
     groups: dict[int, WaitingGroup] = field(default_factory=dict)
     """Groups that get values, as they will be."""
     verdicts: dict[int, Verdict] = field(default_factory=dict)
+    metadata: dict[int, GroupMetadata] = field(default_factory=dict)
+    """Of these groups, as the log has it."""
 
 
 class LateDecisions:
@@ -106,7 +108,7 @@ class LateDecisions:
                 if group is None:
                     self._compare(name, message.column, values | dict.fromkeys(errors), result)
                     continue
-                metadata = self._metadata(op)
+                metadata = self._metadata(op, turn)
                 given = _by_sample(metadata, message.column, group, values | dict.fromkeys(errors), result)
                 if given:
                     why = {row: errors.get(metadata.ids[row], "")[:_MAX_WHY] for row, v in given.items() if v is None}
@@ -119,10 +121,12 @@ class LateDecisions:
         turn.groups |= groups
         return result
 
-    def _metadata(self, op: int) -> GroupMetadata:
-        data = self._recorder.log.metadata(op)
-        assert data is not None  # kept for as long as the group is in memory
-        return GroupMetadata.from_bytes(data)
+    def _metadata(self, op: int, turn: _Turn) -> GroupMetadata:
+        if op not in turn.metadata:
+            data = self._recorder.log.metadata(op)
+            assert data is not None  # kept for as long as the group waits
+            turn.metadata[op] = GroupMetadata.from_bytes(data)
+        return turn.metadata[op]
 
     def _compare(self, name: str, column: str, values: Mapping[str, float | None], result: Attachment) -> None:
         """Compare values with those of a group that no longer waits. Raises if they differ."""
@@ -144,7 +148,7 @@ class LateDecisions:
                 result.late += 1
 
     def _admit(self, turn: _Turn, op: int, group: WaitingGroup, *, overdue: bool) -> None:
-        metadata = self._metadata(op)
+        metadata = self._metadata(op, turn)
         found = admit(metadata, group, overdue=overdue, drops=self._settings.on_missing == "drop")
         kinds = tuple(sorted(found.metadata.kinds.items()))
         turn.verdicts[op] = found
@@ -209,8 +213,8 @@ def check_values(message: AttachValues) -> None:
     """Raise InvalidInput for values that no group can take."""
     if message.column not in LATE_COLUMNS:
         raise InvalidInput(f"attach {message.column!r:.60}: only {', '.join(LATE_COLUMNS)} may come after the put")
-    if len(message.values) + len(message.errors) > MAX_ASKED:
-        raise InvalidInput(f"attach {message.column}: more than {MAX_ASKED:,} groups; attach fewer at once")
+    if len(message.values) + len(message.errors) > MAX_SCORED:
+        raise InvalidInput(f"attach {message.column}: more than {MAX_SCORED:,} groups; attach fewer at once")
     for name, values in message.values.items():
         for sample, value in values.items():
             if not abs(value) <= _MAX_FLOAT32:

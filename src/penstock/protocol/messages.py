@@ -37,7 +37,7 @@ MAX_SIGNED = 64
 MAX_ASKED = 1024
 """Groups asked about with one message, at most."""
 MAX_SCORED = 256
-"""Groups leased to a scoring worker at once, at most."""
+"""Groups leased to a scoring worker, or given values, with one message, at most."""
 MAX_LEASES = 1024
 """Leases that one message renews or returns, at most."""
 MAX_TASKS = 64
@@ -445,7 +445,7 @@ class AttachValues(_Message, frozen=True, tag="attach-values"):
     ticket: int
     column: str
     values: dict[str, dict[str, float]]
-    """Group -> sample -> value; at most `MAX_ASKED` groups."""
+    """Group -> sample -> value; at most `MAX_SCORED` groups."""
     errors: dict[str, dict[str, str]] = {}
     """Group -> sample that could not be scored -> why."""
 

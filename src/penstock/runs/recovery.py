@@ -29,7 +29,7 @@ BUILDING = "recover.building"
 ASIDE = "before-recover"
 _NO_FRAMES = ("lock", "reserve", "marker", "marker.lock", "log.witness")
 _ENDED = (State.COMMITTED, State.DROPPED, State.EVALUATION)
-_WAITING = (State.HELD, State.SCHEDULED, State.DELIVERED, State.QUARANTINED)
+_WAITING = (State.WAITING, State.HELD, State.SCHEDULED, State.DELIVERED, State.QUARANTINED)
 
 
 @dataclass(slots=True)

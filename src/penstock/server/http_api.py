@@ -2,6 +2,8 @@
 
     POST /v1/groups     a group as JSON, or a frame, or gzip of one: 201 if it is new and durable, 200 if the plane
                         already had it
+    POST /v1/lacking    {"column": "rewards", "groups": 8}: samples of groups that lack a column, leased
+    POST /v1/attach     {"column": "rewards", "values": {group: {sample: 1.0}}}: their values
     POST /v1/states     {"groups": [id, ...]}: what became of each, as `plane.has` says it
     GET  /v1/feedback   ?after=CURSOR&limit=N&wait=S: the next events, as `plane.feedback` yields them
     POST /v1/leases     tasks of a list of prompts, and further routes to renew and return them (`http_tasks.py`)
@@ -26,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -38,6 +40,7 @@ from penstock.errors import ConfigError, InvalidInput, PenstockError
 from penstock.extras import require
 from penstock.frames import read_head
 from penstock.protocol import MAX_ASKED, MAX_PAGE, OVER_LENGTH, Accepted
+from penstock.server.http_scoring import attach, lease
 from penstock.server.http_server import HttpThread, has_token, is_loopback, parse_address, read_token
 from penstock.server.http_tasks import MAX_BODY_BYTES, answer_tasks
 from penstock.server.openapi import FRAME, AskedGroups, describe, shown
@@ -73,6 +76,7 @@ _THREADS = 8
 _LATER_S = 1.0
 _BUSY = f"the HTTP API: requests of {MAX_BYTES_IN_HAND} bytes are being handled; send it again"
 Answer = Callable[["Request"], Awaitable["Response"]]
+T = TypeVar("T")
 
 
 class HttpApi:
@@ -142,6 +146,8 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
         "/v1/leases": ("POST", partial(_tasks, plane, "lease")),
         "/v1/leases/renew": ("POST", partial(_tasks, plane, "renew")),
         "/v1/leases/return": ("POST", partial(_tasks, plane, "return")),
+        "/v1/lacking": ("POST", lambda request: _scoring(lease, plane, request)),
+        "/v1/attach": ("POST", lambda request: _scoring(attach, plane, request)),
         "/v1/status": ("GET", status),
         "/v1/ledger": ("GET", ledger),
     }
@@ -196,6 +202,11 @@ async def _small_body(request: Request, limit: int) -> bytes | Response:
     return body
 
 
+async def _scoring(act: Callable[[Plane, bytes], Coroutine[Any, Any, Any]], plane: Plane, request: Request) -> Response:
+    body = await _small_body(request, MAX_STATES_BYTES)
+    return _json(await _while_connected(request, act(plane, body))) if isinstance(body, bytes) else body
+
+
 async def _states(plane: Plane, request: Request) -> Response:
     body = await _small_body(request, MAX_STATES_BYTES)
     if not isinstance(body, bytes):
@@ -236,8 +247,8 @@ def _accepted(samples: int, group: EncodedGroup, answer: Accepted) -> tuple[dict
     return found, 201 if is_new else 200
 
 
-async def _while_connected(request: Request, putting: Coroutine[Any, Any, Accepted]) -> Accepted:
-    """Wait for a put. Cancels it if the client disconnects, so that it leaves the plane's queue."""
+async def _while_connected(request: Request, putting: Coroutine[Any, Any, T]) -> T:
+    """Wait for a put, or another request. Cancels it if the client disconnects, so that it leaves the plane's queue."""
     from starlette.requests import ClientDisconnect
 
     put, gone = asyncio.ensure_future(putting), asyncio.ensure_future(request.receive())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,6 +11,7 @@ import msgspec
 from penstock.convert import JsonGroup
 from penstock.errors import PenstockError
 from penstock.protocol import FeedbackEvent
+from penstock.server.http_scoring import AskedAttach, AskedLease, AttachedCounts, Leased
 from penstock.server.http_tasks import CancelledLeases, HttpTasks, NamedLeases, WantedTasks
 from penstock.version import __version__
 
@@ -141,12 +141,19 @@ _OWN = {
 }
 
 
+_BODIES: list[Any] = [
+    *(JsonGroup, Put, AskedGroups, States, Events, Problem),
+    *(WantedTasks, HttpTasks, NamedLeases, CancelledLeases),
+    *(AskedLease, Leased, AskedAttach, AttachedCounts),
+]
+"""What requests and answers hold."""
+
+
 def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
     """Return the description of all routes. `statuses` maps errors to HTTP statuses."""
-    ours = [JsonGroup, Put, AskedGroups, States, Events, Problem, WantedTasks, HttpTasks, NamedLeases, CancelledLeases]
-    (group, put, asked, states, events, problem, wanted, leased, named, cancelled), parts = (
-        msgspec.json.schema_components(ours, ref_template="#/components/schemas/{name}")
-    )
+    found, parts = msgspec.json.schema_components(_BODIES, ref_template="#/components/schemas/{name}")
+    schemas = dict(zip(_BODIES, found, strict=True))
+    problem = schemas[Problem]
     names: dict[int, list[str]] = defaultdict(list)
     for kind, status in statuses.items():
         names[status].append(kind.__name__)
@@ -154,39 +161,20 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
         str(status): _answer(description, problem)
         for status, description in sorted(({s: ", ".join(found) for s, found in names.items()} | _OWN).items())
     }
-    frame = {"schema": {"type": "string", "format": "binary"}}
-
-    ask = partial(_ask, problems)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Penstock", "version": __version__, "description": "Put groups of rollouts into a plane."},
         "paths": {
-            "/v1/groups": {
-                "post": {
-                    "operationId": "put_group",
-                    "summary": "Put a group; it is durable when this is answered",
-                    "parameters": [_EVALUATION, _TIMEOUT, _ENCODING],
-                    "requestBody": {"required": True, "content": {"application/json": {"schema": group}, FRAME: frame}},
-                    "responses": {
-                        "201": _answer("the group is new, and durable", put),
-                        "200": _answer("the plane already had this group", put),
-                        "415": _answer("another content-type", problem),
-                        **problems,
-                    },
-                }
-            },
-            "/v1/states": ask("get_states", "What became of groups", asked, "the state of each group, by id", states),
+            "/v1/groups": _put_group(schemas, problems),
             "/v1/feedback": {
                 "get": {
                     "operationId": "get_feedback",
                     "summary": "What became of each group, in order",
                     "parameters": [_AFTER, _LIMIT, _WAIT],
-                    "responses": {"200": _answer("the next events", events), **problems},
+                    "responses": {"200": _answer("the next events", schemas[Events]), **problems},
                 }
             },
-            "/v1/leases": ask("lease_tasks", "Lease tasks", wanted, "tasks, or why there are none", leased),
-            "/v1/leases/renew": ask("renew_leases", "Renew leases", named, "what was cancelled", cancelled),
-            "/v1/leases/return": ask("return_leases", "Return leases", named, "done", {"type": "object"}),
+            **_questions(schemas, problems),
             "/v1/status": _look("get_status", "The plane's status", problem),
             "/v1/ledger": _look("get_ledger", "The state of every accepted sample", problem),
         },
@@ -198,15 +186,43 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
     }
 
 
-def _ask(problems: dict[str, Any], name: str, summary: str, body: Any, means: str, answer: Any) -> dict[str, Any]:
-    """Describe a question that is asked as JSON."""
+def _put_group(schemas: Mapping[Any, Any], problems: dict[str, Any]) -> dict[str, Any]:
+    frame = {"schema": {"type": "string", "format": "binary"}}
+    group = {"schema": schemas[JsonGroup]}
     return {
         "post": {
-            "operationId": name,
-            "summary": summary,
-            "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-            "responses": {"200": _answer(means, answer), **problems},
+            "operationId": "put_group",
+            "summary": "Put a group; it is durable when this is answered",
+            "parameters": [_EVALUATION, _TIMEOUT, _ENCODING],
+            "requestBody": {"required": True, "content": {"application/json": group, FRAME: frame}},
+            "responses": {
+                "201": _answer("the group is new, and durable", schemas[Put]),
+                "200": _answer("the plane already had this group", schemas[Put]),
+                "415": _answer("another content-type", schemas[Problem]),
+                **problems,
+            },
         }
+    }
+
+
+def _questions(schemas: Mapping[Any, Any], problems: dict[str, Any]) -> dict[str, Any]:
+    """Describe the routes that take a small JSON body."""
+
+    def ask(name: str, summary: str, body: Any, means: str, answer: Any) -> dict[str, Any]:
+        content = {"application/json": {"schema": schemas[body]}}
+        answers = {"200": _answer(means, schemas.get(answer, {"type": "object"})), **problems}
+        asked = {"required": True, "content": content}
+        return {"post": {"operationId": name, "summary": summary, "requestBody": asked, "responses": answers}}
+
+    some = "samples; none if no group lacked the column in time"
+    attached = "Give samples a late value; durable"
+    return {
+        "/v1/states": ask("get_states", "What became of groups", AskedGroups, "the state of each, by id", States),
+        "/v1/leases": ask("lease_tasks", "Lease tasks", WantedTasks, "tasks, or why there are none", HttpTasks),
+        "/v1/leases/renew": ask("renew_leases", "Renew leases", NamedLeases, "what was cancelled", CancelledLeases),
+        "/v1/leases/return": ask("return_leases", "Return leases", NamedLeases, "done", None),
+        "/v1/lacking": ask("lease_samples", "Lease samples that lack a column", AskedLease, some, Leased),
+        "/v1/attach": ask("attach_values", attached, AskedAttach, "counts, in samples", AttachedCounts),
     }
 
 

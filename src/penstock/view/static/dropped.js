@@ -7,6 +7,8 @@
     sampled_out: "used as often as it may be",
     evicted: "its tenant was evicted",
     quarantined: "set aside, then given up",
+    "columns missing": "its late columns did not come in time",
+    "scored as error": "none of its samples could be scored",
   };
   const tokens = ps.newTokens("dropped-tokens", "Tokens of the group that was set aside");
   let at = null;
@@ -34,7 +36,11 @@
       { class: "cards" },
       ps.card("accepted", ps.number(ledger.accepted), "samples"),
       ps.card("trained", ps.number(ledger.committed), ps.percent(ledger.committed, ledger.accepted) + " of accepted"),
-      ps.card("held", ps.number(ledger.held + ledger.scheduled + ledger.delivered), "waiting or under way"),
+      ps.card(
+        "held",
+        ps.number((ledger.waiting || 0) + ledger.held + ledger.scheduled + ledger.delivered),
+        "waiting or under way" + (ledger.waiting ? ", " + ps.number(ledger.waiting) + " for late columns" : ""),
+      ),
       ps.card("dropped", ps.number(total), listed(ledger.dropped) || "none"),
       ps.card("quarantined", ps.number(ledger.quarantined), "no step could be made with them"),
       ps.card(

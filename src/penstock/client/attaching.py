@@ -10,8 +10,6 @@ from penstock.client.producer_connection import ProducerConnection, error_of
 from penstock.errors import InvalidInput
 from penstock.protocol import AttachValues, Rejected, ValuesAttached
 
-NOTHING_GIVEN: Mapping[str, Mapping[str, str]] = {}
-
 
 class AttachResult(NamedTuple):
     """What became of attached values, in samples."""

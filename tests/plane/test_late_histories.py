@@ -1,0 +1,161 @@
+"""Random histories with late rewards: memory always follows from the log, the ledger balances, a rerun agrees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from penstock.frames import encode
+from penstock.log import HandOut, ReturnLeases, SqliteLog
+from penstock.packing import Packing
+from penstock.plane.late_groups import COLUMN, key_of
+from penstock.plane.settings import PlaneSettings, Replay, Target
+from penstock.protocol import AttachValues
+from penstock.runs import RecordedRun, rerun
+from tests.support.engines import DirectEngine
+from tests.support.groups import named_group
+
+REPLAYS = {
+    "queue": Replay(capacity=12),
+    "stale": Replay(capacity=12, max_staleness=2, seed=3),
+    "reuse": Replay(capacity=12, max_times_sampled=2, seed=4),
+}
+
+
+class History:
+    """A plane that lives through random decisions."""
+
+    def __init__(self, folder: Path, seed: int, **settings: Any) -> None:
+        self._folder, self._settings = folder, settings
+        self._rng = np.random.default_rng(seed)
+        self._names: list[str] = []
+        self._now = 0.0
+        self.engine = self._open()
+
+    def _open(self) -> DirectEngine:
+        made = PlaneSettings(
+            packing=Packing(ranks=2, seq_len=64),
+            target=Target(groups=2),
+            needs=("rewards",),
+            needs_deadline_s=10.0,
+            retain="all",
+            **self._settings,
+        )
+        return DirectEngine(made, SqliteLog(self._folder))
+
+    def live(self, turns: int) -> None:
+        acts = [self._put, self._put, self._put, self._attach, self._attach, self._attach, self._step, self._step]
+        for _ in range(turns):
+            self._rng.choice(np.array([*acts, self._lease, self._wait, self._restart], object))()
+            assert self.engine.ledger.balanced, self.engine.ledger
+            self._check_memory()
+
+    def _put(self) -> None:
+        name = f"g{len(self._names)}"
+        version = max(self.engine.policy_version - int(self._rng.integers(4)), 0)
+        samples = named_group(name, policy_version=version, samples=int(self._rng.integers(1, 4)))
+        is_late = self._rng.random() < 0.8
+        if is_late:
+            samples = [sample.replace(rewards=None, advantages=None) for sample in samples]
+        frame = encode(samples)
+        filters = ("zero_variance",) if self._rng.random() < 0.5 else ()
+        found = self.engine.pipeline.put(
+            name,
+            name,
+            xxhash.xxh3_128_digest(frame),
+            frame,
+            advantage="leave_one_out" if is_late else "",
+            filters=filters,
+            priority=float(self._rng.choice([1.0, 0.5])),
+        )
+        self.engine.pipeline.begin()
+        self.engine._workers.finish()
+        refused = self.engine.pipeline.refused()
+        if found is None and not refused:
+            assert all(outcome.error is None for outcome in self.engine.flush())
+            self._names.append(name)
+
+    def _attach(self) -> None:
+        if not self._names:
+            return
+        name = str(self._rng.choice(self._names[-12:]))
+        row = self.engine.state.rows.get(self.engine.state.by_id.get(name, 0))
+        values: dict[str, float] = {}
+        errors: dict[str, str] = {}
+        for i in range(3 if row is None else row.samples):
+            if self._rng.random() < 0.2:
+                continue
+            sample = f"{name}/{i}"
+            if self._rng.random() < 0.1:
+                errors[sample] = "judge failed"
+            else:
+                values[sample] = float(self._rng.integers(3))
+        message = AttachValues(ticket=1, column="rewards", values={name: values}, errors={name: errors})
+        self.engine.late.offer("t", message)
+        self.engine.late.flush()  # unknown samples and other values than before are errors, and change nothing
+
+    def _lease(self) -> None:
+        free = list(self.engine.state.late.free.get("rewards", {}))
+        numbers = list(self.engine.state.leases.open)
+        if numbers and self._rng.random() < 0.5:
+            self.engine.recorder.decide_all([ReturnLeases(leases=(int(self._rng.choice(numbers)),))])
+        elif free:
+            keys = tuple(key_of(op, "rewards") for op in free[:2])
+            self.engine.recorder.decide_all([HandOut(kind=COLUMN, keys=keys, worker="w", lease_s=30.0)])
+
+    def _step(self) -> None:
+        if not isinstance(self.engine.plan_step(self.engine.last_step + 1), str):
+            self.engine.commit(self.engine.last_step, self.engine.policy_version + int(self._rng.integers(2)))
+
+    def _wait(self) -> None:
+        self._now += float(self._rng.integers(8))
+        self.engine.late.tick(self._now)
+
+    def _restart(self) -> None:
+        before = self.engine.ledger.as_dict()
+        self.close()
+        self.engine = self._open()
+        self._now = 0.0
+        assert self.engine.ledger.as_dict() == before
+
+    def _check_memory(self) -> None:
+        """What memory holds is what a restart would make of the log."""
+        if self._rng.random() < 0.3:
+            live = self.engine.state
+            self.engine.recorder.rebuild()
+            again = self.engine.state
+            assert again.ledger.as_dict() == live.ledger.as_dict()
+            assert again.late.waiting == live.late.waiting
+            assert {c: set(ops) for c, ops in again.late.free.items() if ops} == {
+                c: set(ops) for c, ops in live.late.free.items() if ops
+            }
+            assert +again.late.tables == +live.late.tables
+            assert +again.bytes_of == +live.bytes_of
+            assert again.leases.open == live.leases.open
+            assert {op: row.kinds for op, row in again.rows.items() if op not in again.late.waiting} == {
+                op: row.kinds for op, row in live.rows.items() if op not in live.late.waiting
+            }
+
+    def close(self) -> None:
+        self.engine.close()
+        self.engine.log.close()
+
+
+@pytest.mark.parametrize("name", REPLAYS)
+@pytest.mark.parametrize(("seed", "on_missing"), [(1, "drop"), (2, "train")])
+def test_memory_follows_from_the_log_and_a_rerun_agrees(tmp_path: Path, name: str, seed: int, on_missing: str) -> None:
+    history = History(
+        tmp_path / "run", seed, replay=REPLAYS[name], on_missing=on_missing, snapshot_every=int(10 ** (seed % 3))
+    )
+    history.live(120)
+    counts, steps = history.engine.state, history.engine.next_step - 1
+    assert counts.ledger.dropped.total() + counts.ledger.waiting > 0
+    assert steps > 2
+    history.close()
+    found = rerun(RecordedRun.open(tmp_path / "run"), tmp_path / "again")
+    assert found.same, found.sentence
+    assert (found.steps, found.skipped) == (steps, 0)
