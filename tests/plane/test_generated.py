@@ -74,4 +74,6 @@ def test_bias_compares_everything_put_with_everything_trained(open_plane: OpenPl
         step = source.step(timeout=PATIENCE_S)
         assert step.numbers["gen/length_mean"] == (2 * 5 + 3 * 11) / 5  # the step's own group is in both
         source.commit(step, policy_version=2)
-    assert 'penstock_train_length_bias{run="run"}' in render(plane.status())
+    status = plane.status()
+    assert 'penstock_train_length_bias{run="run"}' in render(status)
+    assert any(line.startswith("bias       length -") for line in page(_from_plane(status), {}))

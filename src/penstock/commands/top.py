@@ -126,6 +126,7 @@ def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
         f"buffer     {held}",
         f"staleness  {staleness['mean']:.2f} mean, {staleness['max']:g} at most, in policy versions",
         *_generated(now),
+        *_bias(now.get("metrics", {})),
         f"waiting    {_waiting(now)}",
         f"ledger     {Ledger.from_dict(ledger)}",
         f"discarded  {reasons_line(ledger['discarded'])}",
@@ -167,6 +168,13 @@ def _generated(now: dict[str, Any]) -> list[str]:
     }
     found = [form.format(metrics[f"gen/{name}"]) for name, form in forms.items() if f"gen/{name}" in metrics]
     return [f"generated  {', '.join(found)}: means of {metrics['gen/samples']:,.0f} samples put before the last step"]
+
+
+def _bias(metrics: dict[str, float]) -> list[str]:
+    """Say how what is trained differs from what was put; empty if unknown."""
+    forms = {"length_bias": "length {:+.1%}", "reward_bias": "reward {:+.3f}"}
+    found = [form.format(metrics[f"train/{name}"]) for name, form in forms.items() if f"train/{name}" in metrics]
+    return [f"bias       {', '.join(found)}: trained against put, since the plane started"] if found else []
 
 
 def _waiting(now: dict[str, Any]) -> str:
