@@ -123,9 +123,9 @@ def test_weights_may_change_at_a_start_and_the_choice_of_tables_may_not(tmp_path
     settings: dict[str, Any] = {"ranks": 1, "seq_len": 64, "groups_per_step": 4, "timeouts": FAST}
     with ps.open(tmp_path / "run", env_weights=WEIGHTS, **settings) as plane:
         plane.put_many([named_group(f"{env}{i}", env=env) for env in WEIGHTS for i in range(6)])
-    for wrong in ({}, {"shares": WEIGHTS}):
+    for shares_given in ({}, WEIGHTS):
         with pytest.raises(ConfigError, match="the run began with some"):
-            ps.open(tmp_path / "run", **wrong, **settings)
+            ps.open(tmp_path / "run", shares=shares_given, **settings)
     with ps.open(tmp_path / "run", env_weights={"math": 1.0, "chat": 3.0}, **settings) as plane:
         assert plane.ledger.dropped == {"evicted": 12}  # `code` has no weight any more
         plane.put_many([named_group(f"chat{i}", env="chat") for i in range(3)])

@@ -177,14 +177,7 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
                     "responses": {"200": _answer("the state of each group, by id", states), **problems},
                 }
             },
-            "/v1/feedback": {
-                "get": {
-                    "operationId": "get_feedback",
-                    "summary": "What became of each group, in order",
-                    "parameters": [_AFTER, _LIMIT, _WAIT],
-                    "responses": {"200": _answer("the next events", events), **problems},
-                }
-            },
+            "/v1/feedback": _feedback(events, problems),
             "/v1/status": _look("get_status", "The plane's status", problem),
             "/v1/ledger": _look("get_ledger", "The state of every accepted sample", problem),
         },
@@ -193,6 +186,17 @@ def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"token": []}],
+    }
+
+
+def _feedback(events: Any, problems: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "get": {
+            "operationId": "get_feedback",
+            "summary": "What became of each group, in order",
+            "parameters": [_AFTER, _LIMIT, _WAIT],
+            "responses": {"200": _answer("the next events", events), **problems},
+        }
     }
 
 
