@@ -47,13 +47,14 @@ from penstock.log import (
     Weigh,
 )
 from penstock.plane.acceptance import Acceptance
+from penstock.plane.group_kinds import odd_groups
 from penstock.plane.ledger import Ledger
 from penstock.plane.priorities import report
 from penstock.plane.recorder import Recorder, ends_plane
 from penstock.plane.remembered import check_settings, damage_named, note_seq_len
 from penstock.plane.segments import Outside, Segments
 from penstock.plane.settings import PlaneSettings, Target
-from penstock.plane.state import PlaneState, odd_groups
+from penstock.plane.state import PlaneState
 from penstock.plane.step_builder import Place, PlannedStep
 from penstock.plane.telemetry import Durations
 from penstock.plane.tenant_tables import TenantTables

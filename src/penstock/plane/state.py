@@ -29,7 +29,7 @@ import msgspec
 
 from penstock.arrays import bounded_sum
 from penstock.errors import WaitTimeout
-from penstock.frames import WITH, WITHOUT, EvalMetadata
+from penstock.frames import EvalMetadata
 from penstock.log import (
     Advance,
     Discard,
@@ -49,9 +49,10 @@ from penstock.log import (
     Weigh,
 )
 from penstock.plane.evaluations import Evaluations
+from penstock.plane.group_kinds import count_kinds
 from penstock.plane.ledger import Ledger
 from penstock.plane.manifest import Manifest, read_manifest
-from penstock.plane.outcomes import Outcomes
+from penstock.plane.outcomes import ENDS, Outcomes
 from penstock.plane.priorities import Reports
 from penstock.plane.settings import Replay, Target, Unit
 from penstock.plane.snapshot import Saved
@@ -104,6 +105,8 @@ class PlaneState:
         self._left: list[tuple[str, str]] = []
         """Keys of groups that left their table and are not settled yet, with the reason."""
         self._unwritten: dict[int, tuple[State, str]] = {}
+        self._has_ended = False
+        """Whether groups among these were dropped or set aside, which are events."""
         self._unwritten_steps: dict[int, State] = {}
         self.keeps_all = keeps_all
         """Whether log and storage forget nothing. Memory forgets all the same."""
@@ -345,8 +348,8 @@ class PlaneState:
 
     @property
     def has_news(self) -> bool:
-        """Whether a transaction would write events or states now."""
-        return len(self._unwritten) > len(self._drawn) or self.outcomes.told_step != max(self.next_step - 1, 0)
+        """Whether the next transaction writes events."""
+        return self._has_ended or self.outcomes.told_step != max(self.next_step - 1, 0)
 
     def state_of(self, op: int, recorded: State, reason: str) -> tuple[State, str]:
         """Return the state of a group and why, given what the log has. The log may be behind by one transaction."""
@@ -361,6 +364,7 @@ class PlaneState:
         self._unwritten_steps, self._to_slim = {}, []
         self.slim.clear()
         self.outcomes.written()
+        self._has_ended = False
 
     def _settle(self) -> None:
         """Settle groups that left their table: with the last step that used them, or as dropped. Queued groups move
@@ -393,6 +397,7 @@ class PlaneState:
         self.ledger.add(old, row.reason if old is State.DROPPED else "", -row.samples)
         self.ledger.add(new, reason, row.samples)
         self._unwritten[row.op] = (new, reason)
+        self._has_ended |= new in ENDS
 
     def _finish(self, op: int, state: State, reason: str) -> None:
         """End a held group and free its frame. A quarantined group keeps it, for inspection."""
@@ -461,41 +466,3 @@ class Freeing:
     def done(self) -> None:
         """Note that the transaction was committed."""
         self._locations, self.ops = [], []
-
-
-def odd_groups(kinds: Mapping[str, Counter[str]], held: Iterable[GroupRow]) -> dict[int, str]:
-    """Return the held groups that cannot be in a step with the majority, by op, with the reason.
-
-    What a step needs from its groups is best declared (`requires`) and then checked when they are put. Where it is not,
-    groups with and without a column are both accepted, and the minority is quarantined before a step is drawn: with 30
-    groups with `logprobs` and 2 without, those 2 are odd. On a tie, the groups without the column are. `kinds` counts
-    held groups by column and kind."""
-    chosen = {
-        name: max(counts, key=lambda kind: (counts[kind], kind != WITHOUT, kind))
-        for name, counts in kinds.items()
-        if len(counts) > 1
-    }
-    if not chosen:
-        return {}
-    found: dict[int, str] = {}
-    for row in held:
-        for name, kind in row.kinds:
-            if kind != chosen.get(name, kind):
-                found[row.op] = (
-                    f"{name}: this group is {_kind_text(kind)}, {kinds[name][chosen[name]]} held groups are "
-                    f"{_kind_text(chosen[name])}; a step takes one kind. Put all groups alike, or declare `requires`"
-                )
-    return found
-
-
-def _kind_text(kind: str) -> str:
-    return {WITH: "with it", WITHOUT: "without it"}.get(kind, f"of {kind}")
-
-
-def count_kinds(kinds: dict[str, Counter[str]], row: GroupRow, sign: int) -> None:
-    """Count the kinds of a held group. A negative sign removes it."""
-    for name, kind in row.kinds:
-        counts = kinds.setdefault(name, Counter())
-        counts[kind] += sign
-        if counts[kind] <= 0:
-            del counts[kind]
