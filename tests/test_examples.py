@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -59,6 +60,17 @@ def test_the_page_shows_the_plain_loop_as_it_is() -> None:
     code = (ROOT / "examples" / "plain_loop.py").read_text().split('"""\n\n', 1)[1]
     shown = next(blocks((ROOT / "docs" / "how-to" / "grpo.md").read_text()))
     assert shown.code == code
+    assert len([line for line in code.splitlines() if line]) <= 25
+
+
+def test_dynamic_sampling_fills_every_step(capsys: pytest.CaptureFixture[str]) -> None:
+    path = ROOT / "examples" / "dynamic_sampling.py"
+    torch.manual_seed(0)
+    runpy.run_path(str(path))
+    found = re.fullmatch(r"(\d+) groups: 80 trained, (\d+) filtered\n", capsys.readouterr().out)
+    assert found is not None and int(found[1]) == 80 + int(found[2])
+    assert int(found[2]) > 0
+    code = path.read_text().split("ZeroVariance\n\n", 1)[1]
     assert len([line for line in code.splitlines() if line]) <= 25
 
 

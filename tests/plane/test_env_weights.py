@@ -123,9 +123,9 @@ def test_weights_may_change_at_a_start_and_the_choice_of_tables_may_not(tmp_path
     settings: dict[str, Any] = {"ranks": 1, "seq_len": 64, "groups_per_step": 4, "timeouts": FAST}
     with ps.open(tmp_path / "run", env_weights=WEIGHTS, **settings) as plane:
         plane.put_many([named_group(f"{env}{i}", env=env) for env in WEIGHTS for i in range(6)])
-    for wrong in ({}, {"shares": WEIGHTS}):
+    for shares_given in ({}, WEIGHTS):
         with pytest.raises(ConfigError, match="the run began with some"):
-            ps.open(tmp_path / "run", **wrong, **settings)
+            ps.open(tmp_path / "run", shares=shares_given, **settings)
     with ps.open(tmp_path / "run", env_weights={"math": 1.0, "chat": 3.0}, **settings) as plane:
         assert plane.ledger.dropped == {"evicted": 12}  # `code` has no weight any more
         plane.put_many([named_group(f"chat{i}", env="chat") for i in range(3)])
@@ -148,12 +148,14 @@ def test_weights_may_change_at_a_start_and_the_choice_of_tables_may_not(tmp_path
 
 
 def test_an_environment_that_floods_does_not_keep_the_others_out(open_plane: OpenPlane, tmp_path: Path) -> None:
-    plane = open_plane(tmp_path / "run", ranks=1, groups_per_step=2, env_weights={"math": 1.0, "code": 1.0}, capacity=4)
+    plane = open_plane(
+        tmp_path / "run", ranks=1, groups_per_step=2, env_weights={"org/math": 1.0, "code": 1.0}, capacity=4
+    )
 
     async def flood() -> None:
         async with asyncio.TaskGroup() as tasks:
             for i in range(100):  # more than the places of one environment
-                tasks.create_task(plane.aput(named_group(f"math{i}", env="math")))
+                tasks.create_task(plane.aput(named_group(f"math{i}", env="org/math")))
             for i in range(100):
                 tasks.create_task(plane.aput(named_group(f"code{i}", env="code")))
             await asyncio.to_thread(take)
@@ -166,7 +168,7 @@ def test_an_environment_that_floods_does_not_keep_the_others_out(open_plane: Ope
 
     with pytest.raises(Overloaded):
         for i in range(1000, 1010):
-            plane.put(named_group(f"math{i}", env="math"), timeout=0)
+            plane.put(named_group(f"math{i}", env="org/math"), timeout=0)
     assert plane.put(named_group("code1000", env="code"), timeout=10)
     asyncio.run(flood())
     assert plane.ledger.committed == 400
@@ -191,6 +193,14 @@ def test_top_shows_the_environments(tmp_path: Path) -> None:
 def test_names_and_weights_are_checked() -> None:
     from penstock.packing import Packing
 
-    for weights in ({"": 1.0}, {"a": 0.0}, {"a": -1.0}, {"a": float("nan")}):
+    for weights in (
+        {"": 1.0},
+        {"a": 0.0},
+        {"a": -1.0},
+        {"a": float("nan")},
+        {"a": 1e9},
+        {"a\n": 1.0},
+        {"x" * 201: 1.0},
+    ):
         with pytest.raises(ConfigError):
             PlaneSettings(packing=Packing(ranks=1, seq_len=8), target=Target(groups=1), env_weights=weights)

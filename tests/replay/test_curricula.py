@@ -134,7 +134,7 @@ def test_what_cannot_be_is_rejected_with_the_value() -> None:
             DifficultyPools(pools)
     for wrong in ({"decay": 0.0}, {"decay": 1.5}, {"candidates": 0}):
         with pytest.raises(ConfigError, match="Thompson"):
-            Thompson(**wrong)  # type: ignore[arg-type]
+            Thompson(**wrong)
     with pytest.raises(ConfigError, match="epochs 0"):
         Sequential(epochs=0)
     for name in MADE:

@@ -106,6 +106,19 @@ def test_a_run_with_shares_and_other_settings_in_between_is_made_again(tmp_path:
     assert (found.same, found.steps) == (True, 6), found.sentence
 
 
+def test_a_run_whose_environments_share_steps_is_made_again(tmp_path: Path) -> None:
+    for first, weights in ((0, {"math": 2.0, "code": 1.0}), (20, {"math": 1.0, "code": 1.0})):
+        engine = open_engine(tmp_path / "run", retain="all", env_weights=weights)
+        for name, env in [(f"{env}{first + number}", env) for env in weights for number in range(9)]:
+            assert engine.put(name, name, encode(named_group(name, env=env))) is None
+        assert all(outcome.error is None for outcome in engine.flush())
+        for _ in range(3):
+            step(engine, engine.last_step + 1)
+        end(engine)
+    found = rerun(RecordedRun.open(tmp_path / "run"), tmp_path / "again")
+    assert (found.same, found.steps) == (True, 6), found.sentence
+
+
 def alter_group(folder: Path, name: str, frame: bytes) -> None:
     """Write another frame in place of a group's, checksum and all: as if it had been put so."""
     log = sqlite3.connect(folder / "log.sqlite")

@@ -27,7 +27,7 @@ from penstock.client.conversations import Conversation, arun, run
 from penstock.client.deliveries import Deliveries, ManyPuts
 from penstock.client.direct import Direct
 from penstock.client.encoded_group import EncodedGroup, samples_of, waits_with
-from penstock.client.feedback import FeedbackReader, ask_page, discard_message
+from penstock.client.feedback_reader import FeedbackReader, ask_page, discard_message
 from penstock.client.group_builder import AsyncGroupBuilder, GroupBuilder, builder_fields
 from penstock.client.group_states import GroupState, checked_ids
 from penstock.client.handles import Handle, nowhere

@@ -38,11 +38,11 @@ from penstock.log.log_reader import LogReader as LogReader
 from penstock.log.log_rows import GroupRow as GroupRow
 from penstock.log.log_rows import SegmentRow as SegmentRow
 from penstock.log.log_rows import State as State
-from penstock.log.outcomes import MAX_EVENTS as MAX_EVENTS
-from penstock.log.outcomes import MAX_SHOWN as MAX_SHOWN
-from penstock.log.outcomes import GroupOutcome as GroupOutcome
-from penstock.log.outcomes import Summary as Summary
-from penstock.log.outcomes import Unlisted as Unlisted
+from penstock.log.outcome_rows import MAX_EVENTS as MAX_EVENTS
+from penstock.log.outcome_rows import MAX_SHOWN as MAX_SHOWN
+from penstock.log.outcome_rows import GroupOutcome as GroupOutcome
+from penstock.log.outcome_rows import Summary as Summary
+from penstock.log.outcome_rows import Unlisted as Unlisted
 from penstock.log.pids import is_alive as is_alive
 from penstock.log.pids import is_gone as is_gone
 from penstock.log.pids import pid_space as pid_space

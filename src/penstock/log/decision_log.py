@@ -27,7 +27,7 @@ from penstock.errors import Fenced
 from penstock.log.decision_records import Record, pack_record
 from penstock.log.log_reader import LogReader
 from penstock.log.log_rows import GROUP_COLUMNS, NO_KINDS, GroupRow, SegmentRow, State, group_values
-from penstock.log.outcomes import GroupOutcome, Summary, pack_outcome
+from penstock.log.outcome_rows import GroupOutcome, Summary, pack_outcome
 from penstock.log.volume import Disk
 
 FORMAT = 5

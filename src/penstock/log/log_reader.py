@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.log.decision_records import Record, read_record
 from penstock.log.log_rows import SELECT_GROUPS, STATES, GroupRow, SegmentRow, State, group_row
-from penstock.log.outcomes import GroupOutcome, Summary, read_outcome, read_summary
+from penstock.log.outcome_rows import GroupOutcome, Summary, read_outcome, read_summary
 
 TABLES = (
     "meta",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _TOLD = "told_step"
 _ROWS = 64
 """Rows of outcomes that are read at once."""
-_ENDS = {State.DROPPED: "dropped", State.QUARANTINED: "quarantined"}
+ENDS = {State.DROPPED: "dropped", State.QUARANTINED: "quarantined"}
 
 
 class Outcomes:
@@ -96,8 +96,8 @@ def _manifests(log: Log, state: PlaneState, steps: range) -> Iterator[tuple[int,
 
 def _of_ends(state: PlaneState, changed: Mapping[tuple[State, str], Sequence[int]]) -> Iterator[GroupOutcome]:
     for (at, reason), ops in changed.items():
-        if at in _ENDS:
-            yield from _rows(_ENDS[at], ops, reason=reason, version=state.policy_version)
+        if at in ENDS:
+            yield from _rows(ENDS[at], ops, reason=reason, version=state.policy_version)
 
 
 def _rows(outcome: str, ops: Sequence[int], *, version: int, step: int = 0, reason: str = "") -> Iterator[GroupOutcome]:

@@ -19,7 +19,7 @@ from penstock.errors import ConfigError
 from penstock.frames import LATE_COLUMNS
 from penstock.log import check_address
 from penstock.packing import Packing
-from penstock.protocol import MAX_HEADER, Timeouts
+from penstock.protocol import MAX_HEADER, MAX_NAME, Timeouts
 from penstock.replay import Replay as Replay
 from penstock.replay import WindowedFifo
 from penstock.storage import SIGNED_SCHEMES, address_of
@@ -286,7 +286,7 @@ class PlaneSettings:
     replay: ReplaySection = field(default_factory=Replay)
     timeouts: TimeoutsSection = field(default_factory=Timeouts)
     env_weights: Annotated[
-        dict[str, Annotated[float, Meta(gt=0)]],
+        dict[str, Annotated[float, Meta(ge=1e-6, le=1e6)]],
         Meta(
             description="environments that share each step, as named in their samples' `env`, each with its weight: a "
             "step takes from each in proportion and waits for one that has too few groups; groups of other "
@@ -302,10 +302,12 @@ class PlaneSettings:
                 f"max_token_staleness: {tokens} with max_staleness {groups}; a group with older tokens is dropped "
                 "first, so none would ever be masked; give less, or leave max_staleness out"
             )
-        named = (("shares", self.shares), ("env_weights", self.env_weights))
-        for setting, name in (("run", self.run), *((setting, name) for setting, names in named for name in names)):
+        for setting, name in (("run", self.run), *(("shares", share) for share in self.shares)):
             if problem := run_name_problem(name):
                 raise ConfigError(f"{setting}: {problem}")
+        for env in self.env_weights:
+            if not 0 < len(env) <= MAX_NAME or not env.isprintable():
+                raise ConfigError(f"env_weights: {env[:40]!a}; a name has 1 to {MAX_NAME} printable characters")
         if self.shares and self.env_weights:
             raise ConfigError(
                 f"shares: {self.shares} with env_weights {self.env_weights}; groups wait in tables by tenant or by "
@@ -319,9 +321,8 @@ class PlaneSettings:
                 f"sign_puts_s: {self.sign_puts_s:g} with storage {address!r}; URLs can be signed for "
                 f"{' and '.join(_SIGNED)}; give such a storage, or leave sign_puts_s out"
             )
-        for setting, names in named:
-            if "" in names:
-                raise ConfigError(f"{setting}: '' has {names['']}; give each a name")
+        if "" in self.shares:
+            raise ConfigError(f"shares: '' has {self.shares['']}; give each tenant a name")
         table = table_with(self.packing.own)
         for name in self.needs:
             if name not in table:

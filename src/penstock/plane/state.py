@@ -65,7 +65,7 @@ from penstock.plane.late_groups import COLUMN, LateGroups
 from penstock.plane.lease_book import RETURNED, Lease, LeaseBook
 from penstock.plane.ledger import Ledger
 from penstock.plane.manifest import Manifest, read_manifest
-from penstock.plane.outcomes import Outcomes
+from penstock.plane.outcomes import ENDS, Outcomes
 from penstock.plane.priorities import Reports
 from penstock.plane.settings import Replay, Target, Unit
 from penstock.plane.snapshot import Saved
@@ -130,6 +130,8 @@ class PlaneState:
         self._left: list[tuple[str, str]] = []
         """Keys of groups that left their table and are not settled yet, with the reason."""
         self._unwritten: dict[int, tuple[State, str]] = {}
+        self._has_ended = False
+        """Whether groups among these were dropped or set aside, which are events."""
         self._unwritten_steps: dict[int, State] = {}
         self.keeps_all = keeps_all
         """Whether log and storage forget nothing. Memory forgets all the same."""
@@ -459,8 +461,8 @@ class PlaneState:
 
     @property
     def has_news(self) -> bool:
-        """Whether a transaction would write events or states now."""
-        return len(self._unwritten) > len(self._drawn) or self.outcomes.told_step != max(self.next_step - 1, 0)
+        """Whether the next transaction writes events."""
+        return self._has_ended or self.outcomes.told_step != max(self.next_step - 1, 0)
 
     def state_of(self, op: int, recorded: State, reason: str) -> tuple[State, str]:
         """Return the state of a group and why, given what the log has. The log may be behind by one transaction."""
@@ -475,6 +477,7 @@ class PlaneState:
         self._unwritten_steps, self._to_slim = {}, []
         self.slim.clear()
         self.outcomes.written()
+        self._has_ended = False
 
     def _settle(self) -> None:
         """Settle groups that left their table: with the last step that used them, or as dropped. Queued groups move
@@ -509,6 +512,7 @@ class PlaneState:
         self.usable_groups += (new not in _UNUSABLE) - (old not in _UNUSABLE)
         self.tasks.follow(row.id, old, new, reason)
         self._unwritten[row.op] = (new, reason)
+        self._has_ended |= new in ENDS
 
     def _finish(self, op: int, state: State, reason: str) -> None:
         """End a held group and free its frame. A quarantined group keeps it, for inspection."""
