@@ -1,0 +1,21 @@
+"""Leased prompts under every fault at once, in simulated time; a failing seed is in the message and can be run alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.task_simulation import TaskSimulation
+
+PARTS = 4
+
+
+def test_every_prompt_is_trained_once_per_epoch_whatever_fails() -> None:
+    for seed in range(30):
+        TaskSimulation(seed).run()
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_prompt_is_trained_once_per_epoch_in_many_more_runs(part: int) -> None:
+    for seed in range(30 + part, 630, PARTS):
+        TaskSimulation(seed).run()
