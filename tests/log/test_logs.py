@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.frames import encode
@@ -15,7 +16,7 @@ from penstock.log.postgres_address import schema_of
 from penstock.log.postgres_log import PostgresLog
 from penstock.packing import Packing
 from penstock.plane import PlaneSettings, Target
-from penstock.protocol import Staged
+from penstock.protocol import AttachValues, Staged, StepPicks
 from penstock.testing import LogSuite
 from tests.support.engines import DirectEngine
 from tests.support.groups import named_group
@@ -50,6 +51,32 @@ class EngineSuite(LogSuite):
         assert repeated.duplicate
         again.close()
         again.log.close()
+
+    def test_late_rewards_go_on_where_they_were(self, tmp_path: Path) -> None:
+        settings = PlaneSettings(
+            packing=Packing(ranks=1, seq_len=64),
+            target=Target(groups=1),
+            storage=str(tmp_path / "storage"),
+            needs=("rewards",),
+            needs_deadline_s=600.0,
+        )
+        engine = DirectEngine(settings, self.open(tmp_path))
+        assert engine.put("a", "a", encode([sample.replace(rewards=None) for sample in named_group("a")])) is None
+        assert all(outcome.error is None for outcome in engine.flush())
+        for sample in ("a/0", "a/1"):
+            message = AttachValues(ticket=1, column="rewards", values={"a": {sample: 0.5}})
+            engine.late.offer("ticket", message)
+            (result,) = engine.late.flush()
+            assert (result.new, result.error) == (1, None)
+            engine.log.close()  # as after a kill
+            engine = DirectEngine(settings, self.open(tmp_path))
+        assert (engine.ledger.held, engine.ledger.waiting) == (2, 0)
+        staged = engine.plan_step(1)
+        assert isinstance(staged, Staged)
+        (picked,) = StepPicks.from_bytes(staged.picks[0]).groups
+        assert picked.late["rewards"] == np.array([0.5, 0.5], "<f4").tobytes()
+        engine.close()
+        engine.log.close()
 
 
 class TestSqlite(EngineSuite):
