@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
+import importlib.util
 import re
 import runpy
 from collections.abc import Iterator
@@ -145,3 +147,20 @@ def test_the_digest_of_a_delivery_is_of_the_plan_and_the_samples_digests() -> No
     source = (ROOT / "src/penstock/protocol/messages.py").read_text()
     deliver = source[source.index("class Deliver(") : source.index("class Sent(")]
     assert "`arrays.digests.step_digest`" in deliver and "plan and payload" not in deliver
+
+
+def test_scripts_without_a_suffix_import_names_that_exist() -> None:
+    """The type checker does not read them, and pages name them as commands."""
+    scripts = [path for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix]
+    seen = 0
+    for path in scripts:
+        if not path.read_text().startswith("#!/usr/bin/env python3"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("penstock", "benchmarks", "tests")):
+                module = importlib.import_module(node.module or "")
+                for alias in node.names:
+                    known = hasattr(module, alias.name) or importlib.util.find_spec(f"{node.module}.{alias.name}")
+                    assert known, f"{path.name}: from {node.module} import {alias.name}"
+                    seen += 1
+    assert seen > 20
