@@ -189,10 +189,15 @@ def verifiers_killed(trial: Trial) -> str:
         again.words,
     )
     every[at + 1 : at + 1] = [Command(line=again.line, words=words, shown="") for words in killed]
+    (at,) = (i for i, one in enumerate(every) if isinstance(one, Command) and "$TRAINER $PLANE" in one.words)
+    look = Command(line=0, words=f'python -c "{_LEDGER}" plane > before.json', shown="")
+    every.insert(at + 1, look)
     transcript(trial, every)
-    held = trial.ledger("plane")
-    expect(held["balanced"], True, "the plane's ledger is balanced")
-    return "trainer, plane and producer: 20 steps, the ledger is balanced"
+    before, after = json.loads((trial.folder / "before.json").read_text()), trial.ledger("plane")
+    expect((before["balanced"], after["balanced"]), (True, True), "the plane's ledger is balanced")
+    for name in ("accepted", "committed"):
+        expect(after[name] >= before[name] > 0, True, f"{name}: {before[name]} before the restart, {after[name]} after")
+    return "trainer, plane and producer: 20 steps, what was accepted and committed before is there"
 
 
 def transcript(trial: Trial, every: list[Command | File]) -> None:
