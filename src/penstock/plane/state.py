@@ -129,21 +129,25 @@ class PlaneState:
         """Step -> the groups whose last use it is."""
         self._left: list[tuple[str, str]] = []
         """Keys of groups that left their table and are not settled yet, with the reason."""
-        self._unwritten: dict[int, tuple[State, str]] = {}
-        self._has_ended = False
-        """Whether groups among these were dropped or set aside, which are events."""
-        self._unwritten_steps: dict[int, State] = {}
         self.keeps_all = keeps_all
         """Whether log and storage forget nothing. Memory forgets all the same."""
-        self.freeing = Freeing(keeps_all=keeps_all)
-        self._to_slim: list[int] = []
-        """Retired steps whose plans the log is about to forget."""
-        self.slim: dict[int, Manifest] = {}
+        self._begin_unwritten()
         self._unfilled = -1
         """The decision after which a limiter allowed too few groups. Until the next one, drawing again is pointless."""
         self._drawn: tuple[int, ...] = ()
         """Groups of the step that is drawn and not planned yet. The log must not record their new state before the
         step."""
+
+    def _begin_unwritten(self) -> None:
+        """Begin with nothing that the next transaction must write."""
+        self._unwritten: dict[int, tuple[State, str]] = {}
+        self._has_ended = False
+        """Whether groups among these were dropped or set aside, which are events."""
+        self._unwritten_steps: dict[int, State] = {}
+        self.freeing = Freeing(keeps_all=self.keeps_all)
+        self._to_slim: list[int] = []
+        """Retired steps whose plans the log is about to forget."""
+        self.slim: dict[int, Manifest] = {}
 
     @property
     def held_bytes(self) -> int:

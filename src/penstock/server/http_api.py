@@ -107,29 +107,6 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
     from starlette.exceptions import HTTPException
     from starlette.routing import Route
 
-    in_hand = BytesInHand(MAX_BYTES_IN_HAND)
-
-    async def put(request: Request) -> Response:
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind not in ("application/json", FRAME):
-            return _problem(415, "InvalidInput", f"content-type: {kind[:80]!r}; must be application/json or {FRAME}")
-        timeout, limit = (
-            _number(request, "timeout", WAIT_S, 0.0, MOST_WAIT_S, "seconds"),
-            MAX_JSON_BYTES if kind == "application/json" else MAX_FRAME_BYTES,
-        )
-        with ExitStack() as held:
-            body = await _receive(request, limit, in_hand, held, pool)
-            if not isinstance(body, bytes):
-                return body
-            if kind == FRAME:
-                evaluation = request.query_params.get("evaluation") == "true"
-                samples, encoded = await _beside(pool, _of_frame, body, evaluation)
-            else:
-                samples, encoded = await _beside(pool, _of_json, plane, body)
-            answer = await _while_connected(request, plane.adeliver(encoded, timeout))
-        found, status = _accepted(samples, encoded, answer)
-        return _json(found, status)
-
     async def status(_: Request) -> Response:
         return _json(await _beside(pool, plane.status))
 
@@ -140,7 +117,7 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
         return _json(describe(STATUS))
 
     guarded: dict[str, tuple[str, Answer]] = {
-        "/v1/groups": ("POST", put),
+        "/v1/groups": ("POST", partial(_put, plane, pool, BytesInHand(MAX_BYTES_IN_HAND))),
         "/v1/states": ("POST", lambda request: _states(plane, request)),
         "/v1/feedback": ("GET", lambda request: _feedback(plane, request)),
         "/v1/leases": ("POST", partial(_tasks, plane, "lease")),
@@ -156,6 +133,28 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
     app = Starlette(routes=routes, exception_handlers={HTTPException: _refused, Exception: _broken})
     app.router.redirect_slashes = False  # a redirect would be an answer without JSON
     return app
+
+
+async def _put(plane: Plane, pool: ThreadPoolExecutor, in_hand: BytesInHand, request: Request) -> Response:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind not in ("application/json", FRAME):
+        return _problem(415, "InvalidInput", f"content-type: {kind[:80]!r}; must be application/json or {FRAME}")
+    timeout, limit = (
+        _number(request, "timeout", WAIT_S, 0.0, MOST_WAIT_S, "seconds"),
+        MAX_JSON_BYTES if kind == "application/json" else MAX_FRAME_BYTES,
+    )
+    with ExitStack() as held:
+        body = await _receive(request, limit, in_hand, held, pool)
+        if not isinstance(body, bytes):
+            return body
+        if kind == FRAME:
+            evaluation = request.query_params.get("evaluation") == "true"
+            samples, encoded = await _beside(pool, _of_frame, body, evaluation)
+        else:
+            samples, encoded = await _beside(pool, _of_json, plane, body)
+        answer = await _while_connected(request, plane.adeliver(encoded, timeout))
+    found, status = _accepted(samples, encoded, answer)
+    return _json(found, status)
 
 
 async def _refused(request: Request, error: Any) -> Response:
