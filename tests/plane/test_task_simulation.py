@@ -1,4 +1,4 @@
-"""Leased prompts under every fault at once, in simulated time; a failing seed is in the message and can be run alone."""
+"""Leased prompts under every fault at once, in simulated time; a failing seed can be run alone."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ MAX_TASKS = 64
 """Tasks leased with one message, at most. With payloads of `MAX_PROMPT_BYTES` they fit into a header."""
 MAX_PROMPT_BYTES = 64 << 10
 """Bytes of a prompt's payload."""
-MAX_PROMPTS = 1 << 22
+MAX_PROMPTS = 1 << 20
 """Prompts of a list."""
 BEHIND: Frames = (b"",)
 """An empty payload. It sends a message over the payload connection, so that it cannot overtake earlier payloads."""
