@@ -557,7 +557,7 @@ class OfferPrompts(_Message, frozen=True, tag="offer-prompts"):
     ticket: int
     list: str
     digest: bytes
-    """Of the whole list (`prompt_chunks.py`)."""
+    """Of the list (`prompt_chunks.py`)."""
     count: int
     chunks: tuple[bytes, ...]
     """Digest of each chunk in which the prompts are sent."""
