@@ -15,6 +15,7 @@ import pytest
 import penstock as ps
 from penstock.client import Task
 from penstock.client.prompt_lists import read_prompts
+from penstock.commands.top import _from_plane, page
 from penstock.convert import ZeroVariance
 from penstock.errors import InvalidInput, UnknownKey
 from penstock.protocol import MAX_PROMPT_BYTES
@@ -323,6 +324,18 @@ def test_an_iteration_waits_for_leases_of_others_and_says_so(plane: ps.Plane) ->
     work(task)
     assert ended.wait(60)
     thread.join()
+
+
+def test_top_shows_how_far_a_list_is(plane: ps.Plane) -> None:
+    held = take(plane, 2)
+    work(held[0])
+    lines = [line for line in page(_from_plane(plane.status()), {}) if line.startswith("tasks")]
+    assert lines == ["tasks      'prompts': epoch 1 of 1, 4 to hand out, 1 leased, 1 held, 0 trained"]
+    held[1].give_back("too hard")
+    for task in plane.tasks(NAMES):
+        work(task)
+    (line,) = [line for line in page(_from_plane(plane.status()), {}) if line.startswith("tasks")]
+    assert line.endswith("0 to hand out, 0 leased, 5 held, 0 trained, dropped: 1 too hard; all done")
 
 
 def test_the_last_groups_are_made_again_if_they_become_stale(open_plane: OpenPlane) -> None:

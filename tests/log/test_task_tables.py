@@ -40,7 +40,7 @@ def test_tasks_go_on_after_restarts_also_in_a_log_that_had_no_table_for_them(
     kind: str, postgres: PostgresServer, tmp_path: Path
 ) -> None:
     folder, run = tmp_path / "run", f"tasks {tmp_path.name}"
-    log = {"log": postgres.url} if kind == "postgres" else {}
+    log: dict[str, Any] = {"log": postgres.url} if kind == "postgres" else {}
     with ps.open(folder, run=run, **log, **SETTINGS) as plane, plane.group("before", policy_version=0) as group:
         for reward in (0.0, 1.0):
             group.add(ps.Trajectory(turns=[ps.Turn([1, 2]), ps.Turn([3], logprobs=[-0.5])], reward=reward))

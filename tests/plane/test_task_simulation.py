@@ -1,4 +1,4 @@
-"""Leased prompts under every fault at once, in simulated time. The message names a failing seed, to run it alone."""
+"""Leased prompts under every fault at once, in simulated time; a failing seed can be run alone."""
 
 from __future__ import annotations
 

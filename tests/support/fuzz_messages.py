@@ -26,6 +26,7 @@ from penstock.plane.workers import Inline
 from penstock.protocol.message_header import HEAD_BYTES, pack_message, read_from_client, read_from_plane, wrap
 from penstock.protocol.messages import (
     Aborted,
+    AddPrompts,
     Ask,
     AskRoom,
     Attach,
@@ -42,15 +43,19 @@ from penstock.protocol.messages import (
     Frames,
     FromClient,
     FromPlane,
+    GiveBack,
     GiveUp,
     Hello,
+    LeaseTasks,
     Noted,
+    OfferPrompts,
     Peer,
     Pulse,
     Put,
     Received,
     Refused,
     Release,
+    Renew,
     Report,
     Request,
     Sent,
@@ -59,6 +64,7 @@ from penstock.protocol.messages import (
     Unknown,
     Welcome,
 )
+from penstock.protocol.prompt_chunks import PromptChunk, list_digest
 from penstock.protocol.rank_session import Arrived, RankSession
 from tests.support.fuzz_frames import LIMITS
 from tests.support.fuzz_mutation import Change, change_bytes, change_tree
@@ -119,7 +125,7 @@ class Messages:
         self._one = pack(named_group("a"), ranks=1, seq_len=64).plan.rank_plans[0].to_bytes()
 
     def seeds(self) -> list[bytes]:
-        lists = [_to_plane(), _several_runs(), self._to_rank(), _endings()]
+        lists = [_to_plane(), _several_runs(), self._to_rank(), _endings(), _tasks()]
         return [msgspec.msgpack.encode(items) for items in lists]
 
     def mutate(self, rng: Random, data: bytes, change: Change) -> bytes:
@@ -246,6 +252,36 @@ def _to_plane() -> list[Any]:
         _from_client(Commit(session=0, step=1, policy_version=3)),
         _from_client(Discard(ticket=5, reason="zero variance", samples=2)),
         _from_client(Ask(ticket=6)),
+    ]
+
+
+def _tasks() -> list[Any]:
+    """A list is opened, its two prompts are leased, renewed, returned and completed."""
+    chunk = PromptChunk(0, ("x", "y"), (b"", b"{}"))
+    digest = list_digest([chunk.digest])
+    offer = OfferPrompts(
+        ticket=1,
+        list="p",
+        digest=digest,
+        count=2,
+        chunks=(chunk.digest,),
+        epochs=2,
+        seed=1,
+        shuffle=False,
+        attempts=2,
+        again=("stale",),
+    )
+    return [
+        _from_client(offer),
+        _from_client(AddPrompts(ticket=2, digest=digest, chunk=0, **chunk._asdict())),
+        _from_client(offer),
+        _from_client(LeaseTasks(ticket=3, list="p", count=2, worker="w", lease_s=1.0)),
+        0.5,
+        _from_client(Renew(ticket=4, leases=(2, 3))),
+        _from_client(GiveBack(ticket=5, leases=(3,), reason="stale")),
+        _from_client(Put(ticket=6, group="task:p:1:0:0"), encode(named_group("task:p:1:0:0"))),
+        _from_client(LeaseTasks(ticket=7, list="p", count=2, worker="w", lease_s=1.0)),
+        3,
     ]
 
 

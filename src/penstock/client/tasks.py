@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from penstock.client.plane import Plane
 
 logger = logging.getLogger("penstock.producer")
-AGAIN = ("stale", "lost", FAILED)
-"""Reasons for which a dropped group is made again, by default."""
 
 
 class Cancelled:

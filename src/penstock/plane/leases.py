@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from penstock.errors import InvalidInput, PenstockError
@@ -118,8 +119,7 @@ class Leases:
         returned, self._returned = self._returned, []
         ran_out = self.clock.ran_out(self._book.open, now)
         if ran_out:
-            self._recorder.counts["leases_expired"] += len(ran_out)
-            decided.append((ReturnLeases(leases=tuple(ran_out), reason=""), lambda _error: None))
+            decided.append((ReturnLeases(leases=tuple(ran_out)), partial(self._expired, len(ran_out))))
         gone = set(ran_out)
         for one in returned:
             leases = tuple(number for number in dict.fromkeys(one.leases) if number in self._book.open)
@@ -131,6 +131,10 @@ class Leases:
                 one.answer(None)
         if decided:
             self._write(decided, now)
+
+    def _expired(self, count: int, error: PenstockError | None) -> None:
+        if error is None:  # else the next turn tries again
+            self._recorder.counts["leases_expired"] += count
 
     def _write(self, decided: list[tuple[Record, Callable[[PenstockError | None], None]]], now: float) -> None:
         error: PenstockError | None = None

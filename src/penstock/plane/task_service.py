@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from penstock.arrays import MAX_TEXT, run_name_problem
-from penstock.errors import InvalidInput, PenstockError, UnknownKey
+from penstock.errors import CorruptFile, InvalidInput, PenstockError, UnknownKey
 from penstock.log import HandOut, OpenList
 from penstock.plane.engine import Engine
 from penstock.plane.lease_book import Lease
@@ -260,6 +260,8 @@ class TaskService:
             if lease is not None and task is not None and self._lists[task.list].has(task.prompt):
                 tasks.append((lease, task, int(self._lists[task.list].rows[task.prompt])))
         rows = self._engine.log.prompts_of([row for _, _, row in tasks])
+        if lost := [row for _, _, row in tasks if row not in rows]:
+            raise CorruptFile(f"{self._engine.log.where}: prompts {lost[:3]} are missing; restore the log from a copy")
         found = tuple(
             LeasedTask(
                 lease=lease.number,

@@ -44,7 +44,7 @@ MAX_TASKS = 64
 """Tasks leased with one message, at most. With payloads of `MAX_PROMPT_BYTES` they fit into a header."""
 MAX_PROMPT_BYTES = 64 << 10
 """Bytes of a prompt's payload."""
-MAX_PROMPTS = 1 << 22
+MAX_PROMPTS = 1 << 20
 """Prompts of a list."""
 MAX_PAGE = 256
 """Events of groups asked for with one message, at most."""
@@ -624,7 +624,7 @@ class OfferPrompts(_Message, frozen=True, tag="offer-prompts"):
     ticket: int
     list: str
     digest: bytes
-    """Of the whole list (`prompt_chunks.py`)."""
+    """Of the list (`prompt_chunks.py`)."""
     count: int
     chunks: tuple[bytes, ...]
     """Digest of each chunk in which the prompts are sent."""
