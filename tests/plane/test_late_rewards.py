@@ -224,6 +224,21 @@ def test_a_rollout_that_failed_before_the_put_needs_no_reward(open_plane: OpenPl
     assert repr(taken(late)[0]) == repr(taken(at_once)[0])  # NaN where there is no reward
 
 
+def test_rewards_of_the_put_and_late_ones_make_one_baseline(open_plane: OpenPlane) -> None:
+    plane = open_plane(**ONE)
+    rng = np.random.default_rng(6)
+    with plane.group("p", id="g", advantage="grpo") as group:
+        for reward in (1.0, None, 0.25):
+            group.add(rollout(rng, reward))
+    (lease,) = plane.lacking("rewards", timeout=0.0)
+    assert [sample.id for sample in lease.samples] == ["g/1"]
+    with pytest.raises(Conflict, match="sample 'g/0' has 1, now 2"):
+        plane.attach("rewards", {"g": {"g/0": 2.0}})
+    assert plane.attach("rewards", {"g": {"g/0": 1.0, "g/1": 0.25}}) == (1, 1, 0)
+    (found,), _ = taken(plane)
+    assert (set(found["rewards"]), set(found["advantages"])) == ({1.0, 0.25}, {0.5, -0.25})
+
+
 def test_rewards_so_large_that_advantages_are_not_finite_drop_the_group(open_plane: OpenPlane) -> None:
     plane = open_plane(**ONE)
     put_late(plane, "g")
