@@ -192,6 +192,53 @@ def test_a_filter_of_rollouts_leaves_out_its_samples(open_plane: OpenPlane) -> N
     assert dict(plane.ledger.discarded) == {"truncated": 1}
 
 
+@pytest.mark.parametrize("when", ["at put", "by the judge"])
+def test_any_errored_drops_a_group_that_failed_in_the_producer_or_at_the_judge(
+    open_plane: OpenPlane, when: str
+) -> None:
+    plane = open_plane(**ONE)
+    rng = np.random.default_rng(1)
+    with plane.group("p", id="g", advantage="grpo", filters=["any_errored"]) as group:
+        group.add(rollout(rng, error="crashed" if when == "at put" else None))
+        group.add(rollout(rng))
+    if when == "at put":
+        assert (plane.ledger.accepted, dict(plane.ledger.discarded)) == (0, {"group errored": 2})
+    else:
+        plane.attach("rewards", {"g": {"g/1": 1.0}}, errors={"g": {"g/0": "x"}})
+        assert plane.ledger.dropped.total() == 2
+
+
+def test_a_rollout_that_failed_before_the_put_needs_no_reward(open_plane: OpenPlane) -> None:
+    rng = np.random.default_rng(5)
+    rollouts = [rollout(rng), rollout(rng, error="crashed"), rollout(rng)]
+    rewards = [1.0, None, 0.0]
+    scored = [
+        ps.Trajectory(turns=one.turns, reward=reward, error=one.error)
+        for one, reward in zip(rollouts, rewards, strict=True)
+    ]
+    late, at_once = open_plane(**ONE), open_plane(ranks=1, groups_per_step=1)
+    late.put(make_group(rollouts, id="g", advantage="grpo"))
+    at_once.put(make_group(scored, id="g", advantage="grpo"))
+    assert [s.id for s in next(iter(late.lacking("rewards"))).samples] == ["g/0", "g/2"]
+    assert late.attach("rewards", {"g": {"g/0": 1.0, "g/2": 0.0}}) == (2, 0, 0)
+    assert repr(taken(late)[0]) == repr(taken(at_once)[0])  # NaN where there is no reward
+
+
+def test_rewards_of_the_put_and_late_ones_make_one_baseline(open_plane: OpenPlane) -> None:
+    plane = open_plane(**ONE)
+    rng = np.random.default_rng(6)
+    with plane.group("p", id="g", advantage="grpo") as group:
+        for reward in (1.0, None, 0.25):
+            group.add(rollout(rng, reward))
+    (lease,) = plane.lacking("rewards", timeout=0.0)
+    assert [sample.id for sample in lease.samples] == ["g/1"]
+    with pytest.raises(Conflict, match="sample 'g/0' has 1, now 2"):
+        plane.attach("rewards", {"g": {"g/0": 2.0}})
+    assert plane.attach("rewards", {"g": {"g/0": 1.0, "g/1": 0.25}}) == (1, 1, 0)
+    (found,), _ = taken(plane)
+    assert (set(found["rewards"]), set(found["advantages"])) == ({1.0, 0.25}, {0.5, -0.25})
+
+
 def test_rewards_so_large_that_advantages_are_not_finite_drop_the_group(open_plane: OpenPlane) -> None:
     plane = open_plane(**ONE)
     put_late(plane, "g")

@@ -422,6 +422,8 @@ def test_only_put_and_read_ask_whether_a_client_reaches_storage() -> None:
     }
     assert places == {
         "commands/top.py",  # shows who cannot read it
+        "client/column_lease.py",  # a scoring worker reads what it scores
+        "plane/column_leases.py",  # or is sent it
         "protocol/messages.py",  # what is said about it
         "protocol/admission.py",  # who may write
         "protocol/rank_session.py",  # a rank says whether it reads

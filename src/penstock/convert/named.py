@@ -30,6 +30,9 @@ FILTERS: dict[str, Filter] = {
 }
 
 
+_OF_ERRORS = ("errored", "any_errored")
+
+
 def advantage_named(name: str) -> Advantage:
     """Return an advantage by name. Raises InvalidInput.
 
@@ -52,7 +55,8 @@ def split_filters(filters: Iterable[Filter | str], *, is_late: bool) -> tuple[li
     if not is_late:
         return given, ()
     names = [next((name for name, known in FILTERS.items() if known == one), "") for one in given]
-    now = [one for one, name in zip(given, names, strict=True) if not name]
+    # Only the producer knows which rollouts failed, only the plane which could not be scored: both look for errors.
+    now = [one for one, name in zip(given, names, strict=True) if not name or name in _OF_ERRORS]
     return now, tuple(filter(None, names))
 
 
