@@ -91,9 +91,7 @@ class PlaneState:
         self.outcomes = Outcomes()
         self.quarantined: dict[int, GroupRow] = {}
         """Groups in quarantine, by op."""
-        self.tenant_tables = TenantTables(
-            replay, lambda key, reason: self._left.append((str(key), str(reason))), env_unit
-        )
+        self.tenant_tables = TenantTables(replay, self._on_left, env_unit)
         self.rows: dict[int, GroupRow] = {}
         self.by_id: dict[str, int] = {}
         self.steps: dict[int, Manifest] = {}
@@ -119,6 +117,10 @@ class PlaneState:
         self._drawn: tuple[int, ...] = ()
         """Groups of the step that is drawn and not planned yet. The log must not record their new state before the
         step."""
+
+    def _on_left(self, key: Key, reason: str) -> None:
+        """Note that a group left its table."""
+        self._left.append((str(key), str(reason)))
 
     @property
     def held_bytes(self) -> int:
