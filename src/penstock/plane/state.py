@@ -115,9 +115,7 @@ class PlaneState:
         self.outcomes = Outcomes()
         self.quarantined: dict[int, GroupRow] = {}
         """Groups in quarantine, by op."""
-        self.tenant_tables = TenantTables(
-            replay, lambda key, reason: self._left.append((str(key), str(reason))), env_unit
-        )
+        self.tenant_tables = TenantTables(replay, self._on_left, env_unit)
         self.leases.on_end = self._lease_ended
         self.rows: dict[int, GroupRow] = {}
         self.by_id: dict[str, int] = {}
@@ -148,6 +146,10 @@ class PlaneState:
         self._to_slim: list[int] = []
         """Retired steps whose plans the log is about to forget."""
         self.slim: dict[int, Manifest] = {}
+
+    def _on_left(self, key: Key, reason: str) -> None:
+        """Note that a group left its table."""
+        self._left.append((str(key), str(reason)))
 
     @property
     def held_bytes(self) -> int:

@@ -119,6 +119,8 @@ class TenantTables:
         """What environments share of a step. None: tables are of tenants, or there is one for everything."""
         self.shares = FairShare()
         """What each tenant is owed in tokens, or each environment in the unit of the step's target."""
+        self._quotas: tuple[int, dict[str, int]] | None = None
+        """What `quotas` returned last, until a draw or another weight changes it."""
         self.members: set[str] = set()
         """Tenants that have a share; empty without tenants."""
         self.evicted: dict[str, str] = {}
@@ -141,11 +143,13 @@ class TenantTables:
         self.shares.weigh(tenant, weight)
         self.evicted.pop(tenant, None)
         self.members.add(tenant)
+        self._quotas = None
 
     def evict(self, tenant: str, reason: str) -> None:
         """Drop all waiting groups of a tenant, and reject its puts from now on."""
         self.members.discard(tenant)
         self.shares.forget(tenant)
+        self._quotas = None
         self.evicted[tenant] = reason
         if tenant in self.tables:
             self.tables[tenant].clear()
@@ -319,17 +323,19 @@ class TenantTables:
             shares.charge(table_name, row.tokens)
         return {table_name: count for table_name, count in counts.items() if count} if have >= target.amount else None
 
-    def quotas(self, groups: int) -> dict[str, int]:
+    def quotas(self, groups: int) -> Mapping[str, int]:
         """Return how many groups of each environment make the next step.
 
-        Weights 2 and 1, steps of 4 groups: 3 and 1, 2 and 2, 3 and 1: what rounding gives to one is owed to the
-        other."""
-        shares, counts = self.shares.copy(), dict.fromkeys(sorted(self.members), 0)
-        for _ in range(groups):
-            env = shares.most_owed(counts)
-            counts[env] += 1
-            shares.charge(env, 1)
-        return counts
+        Weights 2 and 1, steps of 4 groups: 2 and 2, 3 and 1, 3 and 1. What rounding gives to one is owed to the other.
+        """
+        if self._quotas is None or self._quotas[0] != groups:  # asked for in every turn of the loop while ranks wait
+            shares, counts = self.shares.copy(), dict.fromkeys(sorted(self.members), 0)
+            for _ in range(groups):
+                env = shares.most_owed(counts)
+                counts[env] += 1
+                shares.charge(env, 1)
+            self._quotas = (groups, counts)
+        return self._quotas[1]
 
     def draw(self, what: Mapping[str, int] | Target, look: Look, *, one_by_one: bool = False) -> tuple[int, ...]:
         """Take groups for a step. Raises WaitTimeout if there are too few. `one_by_one` repeats a draw by target."""
@@ -410,6 +416,7 @@ class TenantTables:
             self.taken[table_name] += sum(row.tokens for row in rows)
             self.shares.charge(table_name, sum(map(self._price, rows)))
         self.shares.settle(busy)
+        self._quotas = None
         for table_name in busy if self.env_unit is None else ():  # an environment without groups is waited for
             if not len(self.tables[table_name]):
                 self.shares.forget(table_name)
@@ -439,6 +446,7 @@ class TenantTables:
         self._policy_version = saved.policy_version
         self.members, self.evicted, self.taken = saved.members, saved.evicted, Counter(saved.taken)
         self.shares.weights, self.shares.owed = saved.weights, saved.owed
+        self._quotas = None
         self.lines = {name: [Waiting(*waiting) for waiting in line] for name, line in saved.lines.items()}
 
     # -------------------------------------------------------------- looking
