@@ -219,6 +219,22 @@ def test_without_a_checkpoint_training_begins_where_it_is_told_to(plane: ps.Plan
     assert again == same and next_[0] not in again and second == [again[1], next_[0]]
 
 
+def test_an_export_is_on_disk_before_the_checkpoint_that_ends_it(plane: ps.Plane, tmp_path: Path) -> None:
+    flushed: list[list[str]] = []
+
+    class Exporter(ps.TokenExporter):
+        def flush(self, timeout: float | None = None) -> None:
+            super().flush(timeout)
+            steps = sorted(
+                path.name for path in (tmp_path / "token_exports").glob("step_*") if (path / "STABLE").exists()
+            )
+            flushed.append([*steps, *(path.name for path in (tmp_path / "out").glob("checkpoint-*"))])
+
+    with Exporter(tmp_path) as exporter:
+        trainer_of(tmp_path / "out", plane, max_steps=1, save_steps=1, observer=exporter).train()
+    assert flushed[0] == ["step_1"]
+
+
 def test_an_error_in_one_rank_ends_the_session_and_the_error_stays(plane: ps.Plane, tmp_path: Path) -> None:
     def loss(*_: Any) -> Any:
         raise ZeroDivisionError("here")
