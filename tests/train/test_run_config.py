@@ -119,3 +119,9 @@ def test_sections_are_checked_however_they_are_made() -> None:
         FakeConfig(batch_size=0)
     with pytest.raises(ConfigError, match="max_steps: 0; must be a whole number from 1 up"):
         TrainConfig(max_steps=0)
+
+
+def test_only_the_demo_adds_an_entropy_bonus_to_the_loss(tmp_path: Path) -> None:
+    assert TrainConfig(folder=str(tmp_path)).loss.entropy_bonus == 0.0
+    assert main(["demo", "--write-config", str(tmp_path / "demo.toml")]) == 0
+    assert load(tmp_path / "demo.toml").loss.entropy_bonus == 0.01

@@ -18,14 +18,12 @@ from numpy.typing import NDArray
 from penstock.testing.trainer.bugs_loss import advantage_bugs, ratio_bugs
 from penstock.testing.trainer.bugs_weights import weight_bugs
 from penstock.testing.trainer.reference import Vector
-from penstock.testing.trainer.simulated import Hypothesis, Mask, Row, spans_of, spread
+from penstock.testing.trainer.simulated import Fix, Hypothesis, Mask, Row, spans_of, spread
 
 MaskChange: TypeAlias = Callable[[Mask, NDArray[np.int64]], Mask]
 """mask and token ids of one sample -> another mask"""
 
-_MASK = "train exactly the tokens whose loss_mask is True; loss_mask[t] is about token t, which logits t - 1 predict"
 _ROWS = "cut attention, positions and the shift by one at sequence_lengths"
-_TEMPERATURE = "divide the logits that predict token t by temperatures[t] before the softmax"
 
 
 def catalogue(*, low: float, high: float, special_ids: Sequence[int]) -> list[Hypothesis]:
@@ -157,13 +155,11 @@ def _masks(special_ids: Sequence[int]) -> list[Hypothesis]:
     }
     found = []
     for name, change in rows.items():
-        found.append(Hypothesis(name=name, fix=_MASK, row=change))
-        found.append(Hypothesis(name=name, fix=_MASK, row=change, recount=True))
-        if "mask" in name or "every token of a row" in name:
-            found.append(Hypothesis(name=name, fix=_MASK, row=_across(change)))
-            found.append(Hypothesis(name=name, fix=_MASK, row=_across(change), recount=True))
+        is_rolled = "mask" in name or "every token of a row" in name
+        for form in (change, _across(change)) if is_rolled else (change,):
+            found += [Hypothesis(name=name, fix=Fix.MASK, row=form, recount=recount) for recount in (False, True)]
     for by, name in ((1, "mask one token late"), (-1, "mask one token early")):
-        found.append(Hypothesis(name=name, fix=_MASK, row=_rolled(by, True)))
+        found.append(Hypothesis(name=name, fix=Fix.MASK, row=_rolled(by, True)))
     return found
 
 
@@ -294,7 +290,7 @@ def _passes() -> list[Hypothesis]:
     by_fix = (
         (_ROWS, cut.items()),
         ("pass the whole sample through the model, context included", seen),
-        ("the logits of token t - 1 predict token t: shift once", shifted),
+        (Fix.SHIFT, shifted),
     )
     return [Hypothesis(name=name, fix=fix, row=change) for fix, changes in by_fix for name, change in changes]
 
@@ -323,4 +319,4 @@ def _temperatures() -> list[Hypothesis]:
         "mean temperature of the row": lambda t, row: np.full_like(t, t.mean()),
         "highest temperature of the row": lambda t, row: np.full_like(t, t.max()),
     }
-    return [Hypothesis(name=name, fix=_TEMPERATURE, row=changed(change)) for name, change in changes.items()]
+    return [Hypothesis(name=name, fix=Fix.TEMPERATURES, row=changed(change)) for name, change in changes.items()]

@@ -10,11 +10,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from penstock.testing.trainer.reference import Vector
-from penstock.testing.trainer.simulated import Columns, Hypothesis, Mask, Row, Rows, spread
+from penstock.testing.trainer.simulated import Columns, Fix, Hypothesis, Mask, Row, Rows, spread
 
 Form: TypeAlias = Callable[[Vector, Vector, Mask], Vector]
 """advantages, ratios and mask of one sample -> coefficients"""
-_ADVANTAGE = "multiply the loss of token t with advantages[t] as it is given"
 _RATIO = "the ratio of token t is exp(logprob of token t now - logprobs[t]), each token with its own"
 _CLIP = "take the smaller of ratio * advantage and clipped ratio * advantage"
 
@@ -80,7 +79,7 @@ def advantage_bugs() -> list[Hypothesis]:
     for what, scope in (("row", along), ("sample", within)):
         for ddof in (0, 1):
             changes |= _normalized(what, scope, ddof)
-    seen = [Hypothesis(name=name, fix=_ADVANTAGE, row=column("advantages", fn)) for name, fn in changes.items()]
+    seen = [Hypothesis(name=name, fix=Fix.ADVANTAGES, row=column("advantages", fn)) for name, fn in changes.items()]
     return [*(replace(one, name=one.name.split("|")[0]) for one in seen), *_normalized_over_steps(), _TIMES]
 
 
@@ -123,9 +122,9 @@ def _normalized_over_steps() -> list[Hypothesis]:
         for ddof in (0, 1):
             for divide, subtract, what in ((True, True, "normalized"), (True, False, "divided by their deviation")):
                 name = f"advantages are {what} over the {scope}"
-                found.append(Hypothesis(name=name, fix=_ADVANTAGE, rows=changed(scope, divide, subtract, ddof)))
+                found.append(Hypothesis(name=name, fix=Fix.ADVANTAGES, rows=changed(scope, divide, subtract, ddof)))
             name = f"mean advantage of the {scope} is subtracted"
-            found.append(Hypothesis(name=name, fix=_ADVANTAGE, rows=changed(scope, False, True, ddof)))
+            found.append(Hypothesis(name=name, fix=Fix.ADVANTAGES, rows=changed(scope, False, True, ddof)))
     return found
 
 

@@ -22,8 +22,7 @@ from penstock.errors import InvalidInput
 from penstock.packing import PackedStep
 from penstock.testing.trainer.itself import check_itself
 from penstock.testing.trainer.judge import Finding, Judge
-from penstock.testing.trainer.measure import measure, rerun, wrong_losses
-from penstock.testing.trainer.noise import Noise, measure_noise
+from penstock.testing.trainer.measure import Noise, measure, measure_noise, rerun, wrong_losses
 from penstock.testing.trainer.reference import Flat, Forward, Reference, Sequence1, Vector, matched
 from penstock.testing.trainer.samples import Options, Samples
 from penstock.testing.trainer.simulated import Per, Simulator, push_of

@@ -16,7 +16,7 @@ import numpy as np
 from penstock.testing.trainer.bugs_loss import column
 from penstock.testing.trainer.reference import Vector
 from penstock.testing.trainer.samples import Probe
-from penstock.testing.trainer.simulated import Columns, Hypothesis, Row, Simulator
+from penstock.testing.trainer.simulated import Columns, Fix, Hypothesis, Row, Simulator
 
 _LATE = 1000
 """Order of a fit: with equal evidence a bug without a free number comes first."""
@@ -99,7 +99,7 @@ def _parts(simulator: Simulator, measured: Sequence[Measured]) -> Iterator[Hypot
     changes: dict[str, tuple[str, str, Callable[[Columns, Vector, Vector], Vector]]] = {
         "negative": (
             "negative advantages count {:.3g} times",
-            "multiply the loss of token t with advantages[t] as it is given",
+            Fix.ADVANTAGES,
             lambda columns, t, right: right * (columns["advantages"] < 0),
         ),
     }
@@ -162,7 +162,7 @@ def _late_temperatures(simulator: Simulator) -> Iterator[Hypothesis]:
 
     yield Hypothesis(
         name="log-probabilities are divided by the temperature, and not logits",
-        fix="divide the logits that predict token t by temperatures[t] before the softmax",
+        fix=Fix.TEMPERATURES,
         row=lambda row: row.with_columns(
             temperatures=np.ones(row.size), late=row.columns.get("temperatures", np.ones(row.size))
         ),
@@ -280,9 +280,8 @@ def _clamps() -> Iterator[Hypothesis]:
     def clamped(bound: float) -> Callable[[Row], Row]:
         return column("advantages", lambda a, row: np.clip(a, -bound, bound))
 
-    fix = "multiply the loss of token t with advantages[t] as it is given"
     for bound in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 8.0, 10.0, 20.0, 50.0, 100.0, 1000.0):
-        yield Hypothesis(name=f"advantages are clamped to {bound:g}", fix=fix, row=clamped(bound))
+        yield Hypothesis(name=f"advantages are clamped to {bound:g}", fix=Fix.ADVANTAGES, row=clamped(bound))
 
 
 def _cuts() -> Iterator[Hypothesis]:

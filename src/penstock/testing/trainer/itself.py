@@ -18,13 +18,10 @@ from numpy.typing import NDArray
 from penstock.arrays import Sample
 from penstock.errors import InvalidInput
 from penstock.testing.trainer.judge import Finding, Judge
-from penstock.testing.trainer.measure import measure, rerun, wrong_losses
-from penstock.testing.trainer.noise import Noise, Run, measure_noise
+from penstock.testing.trainer.measure import Noise, Run, measure, measure_noise, rerun, wrong_losses
 from penstock.testing.trainer.reference import Flat, Sequence1, Vector
 from penstock.testing.trainer.samples import Options, Samples, uniform
-from penstock.testing.trainer.simulated import Columns, Simulator, spans_of
-
-_MASK = "loss_mask[t] is about token t, whose prediction stands at t - 1: shift logits, not the mask"
+from penstock.testing.trainer.simulated import Columns, Fix, Simulator, spans_of
 
 
 class Units:
@@ -206,13 +203,13 @@ def _tokens(lab: _Lab) -> Iterator[Finding]:
                 bug=bug,
                 found=f"another token right after the last trained one changes the gradient by {after:.1%}, another "
                 f"last token by {end:.1%}",
-                fix=_MASK,
+                fix=Fix.MASK,
             )
         if lab.change(sample, token_ids=_other_id(sample, last)) <= lab.tolerance:
             yield Finding(
                 bug="mask one token early",
                 found="another token in place of the last trained one changes nothing: it is not trained",
-                fix=_MASK,
+                fix=Fix.MASK,
             )
     sample = lab.made["plain"]
     only = sample.replace(loss_mask=np.arange(6) == 2, id="plain, first token alone")
@@ -220,7 +217,7 @@ def _tokens(lab: _Lab) -> Iterator[Finding]:
         yield Finding(
             bug="token t is not predicted from token t - 1 (shifted twice)",
             found="another token before the trained one changes nothing",
-            fix="the logits of token t - 1 predict token t: shift once",
+            fix=Fix.SHIFT,
         )
 
 
@@ -242,7 +239,7 @@ def _untrained(lab: _Lab, units: Units) -> Iterator[Finding]:
         bug="samples with one trained token are left out" if every else _common(zero, units, lab.made["long"]),
         found=f"{len(zero)} of {trained} tokens have no gradient when they alone are trained, such as token "
         f"{zero[0][1]} of {len(zero[0][0].loss_mask)}",
-        fix="train exactly the tokens whose loss_mask is True",
+        fix=Fix.MASK,
     )
 
 
@@ -286,7 +283,7 @@ def _columns(lab: _Lab, columns: Collection[str]) -> Iterator[Finding]:
         yield Finding(
             bug="temperature ignored",
             found="tokens sampled at temperature 2 give the gradient of temperature 1",
-            fix="divide the logits that predict token t by temperatures[t] before the softmax",
+            fix=Fix.TEMPERATURES,
         )
 
 
@@ -301,7 +298,7 @@ def _signs(lab: _Lab) -> Iterator[Finding]:
         yield Finding(
             bug="negative advantages are trained as positive ones",
             found="the gradient has the same direction for advantages of 0.5 and -0.5",
-            fix="multiply the loss of token t with advantages[t] as it is given",
+            fix=Fix.ADVANTAGES,
         )
     for times, other in ((2.0, twice), (80.0, large)):
         gap = lab.differ(times * one, other)

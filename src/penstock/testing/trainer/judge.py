@@ -17,7 +17,7 @@ from penstock.testing.trainer.bugs import catalogue
 from penstock.testing.trainer.fits import Measured, fits
 from penstock.testing.trainer.reference import Reference, Vector, listed
 from penstock.testing.trainer.samples import STAGES
-from penstock.testing.trainer.simulated import Hypothesis, Simulator
+from penstock.testing.trainer.simulated import Fix, Hypothesis, Simulator
 
 _ROUNDS = 3
 _PAIRS = 8
@@ -229,7 +229,7 @@ class Judge:
             return "a token sees later ones", "use causal attention"
         before = float(np.linalg.norm(self._train(_other_id(sample, 1)) - one.gradient)) / length
         if before <= self._tolerance:
-            return "the token before does not matter", "the logits of token t - 1 predict token t: shift once"
+            return "the token before does not matter", Fix.SHIFT
         return None
 
     def _rounding(self, wrong: Sequence[Measured]) -> Finding | None:

@@ -26,6 +26,15 @@ Per: TypeAlias = Literal["token", "sample"]
 Mask: TypeAlias = NDArray[np.bool_]
 
 
+class Fix:
+    """What to do about a bug, where several findings say the same."""
+
+    MASK = "train exactly the tokens whose loss_mask is True; loss_mask[t] is about token t, which logits t - 1 predict"
+    ADVANTAGES = "multiply the loss of token t with advantages[t] as it is given"
+    TEMPERATURES = "divide the logits that predict token t by temperatures[t] before the softmax"
+    SHIFT = "the logits of token t - 1 predict token t: shift once"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """A micro-batch as arrays."""
