@@ -19,6 +19,7 @@ from penstock.testing.transport_suite import hear
 from penstock.transport.keys import ClientKeys, Guard, PlaneKeys, _connects, guard, make_keys, refuse_strangers
 from penstock.transport.resolving import Address, ResolvingClient
 from penstock.transport.sockets import SocketClient, SocketPlane, check_url
+from tests.support.pace import eventually
 
 
 @pytest.fixture
@@ -98,6 +99,18 @@ def test_a_client_with_keys_learns_that_the_plane_uses_none(folder: Path) -> Non
 
 def test_a_client_without_keys_learns_that_the_plane_requires_them(plane: SocketPlane) -> None:
     assert "the plane requires keys; pass keys=DIR" in _error(plane.url, None)
+
+
+def test_the_reason_is_the_same_however_late_it_is_asked_for(plane: SocketPlane) -> None:
+    """On a busy machine the refusal comes before the first question."""
+    with ps.open(plane.url) as opened, ps.connect(plane.url, rank=0, world=1) as source:
+        eventually(lambda: opened._connection.is_closed)
+        with pytest.raises(PeerError, match="requires keys"):
+            opened.status()
+        with pytest.raises(PeerError, match="requires keys"):
+            source.step(timeout=60)
+        with pytest.raises(PeerError, match="requires keys"):
+            source.step(timeout=60)
 
 
 def test_a_proxy_that_hangs_up_because_its_plane_is_away_is_no_wrong_key(folder: Path) -> None:

@@ -17,6 +17,7 @@ from penstock.view.plane_groups import EVALUATION
 from penstock.view.reader import Export
 from penstock.view.record import Skipped
 from tests.support.exports import make_export
+from tests.support.pace import eventually
 
 
 def rollout(reward: float | None, *, error: str | None = None) -> ps.Trajectory:
@@ -131,6 +132,7 @@ def test_they_are_read_while_the_plane_works_and_gives_some_back(tmp_path: Path)
         assert [step.number for step in export.steps(EVALUATION)] == [8]
         with pytest.raises(UnknownKey, match="no finished step 7"):
             library.step("run", EVALUATION, 7)
+        eventually(lambda: not list(old.records(Skipped())))  # a thread frees the bytes
     skipped = Skipped()
     assert list(old.records(skipped)) == []  # what was listed before it was given back
     assert skipped.lines == 1

@@ -18,7 +18,7 @@ from penstock import errors
 from penstock.client.client_loop import ClientLoop
 from penstock.client.conversations import Call, Conversation, Inbox
 from penstock.client.renewals import Renewals
-from penstock.errors import Closed, Overloaded, PenstockError, PlaneLost
+from penstock.errors import Closed, Overloaded, PeerError, PenstockError, PlaneLost
 from penstock.protocol import (
     Answer,
     Answered,
@@ -170,8 +170,10 @@ class ProducerConnection:
         return self._closed is not None
 
     def check_open(self) -> None:
-        """Raise Closed if the connection was closed, or was opened before a fork."""
+        """Raise Closed if the connection was closed or opened before a fork, and PeerError if the plane refused it."""
         self.check_process()
+        if isinstance(self._closed, PeerError):
+            raise self._closed  # what a call that was waiting raised
         if self._closed is not None:
             raise Closed(str(self._closed))
 
