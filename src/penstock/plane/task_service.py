@@ -300,7 +300,7 @@ class TaskService:
         """Return how many more tasks may be handed out now; None: any number."""
         state, settings = self._engine.state, self._engine.settings
         return settings.replay.limiter.lease_room(
-            version=state.policy_version,
+            version=state.next_step - 1,  # weight updates made, whatever the trainer calls their versions
             groups_per_step=self._groups_per_step(),
             accepted=state.usable_groups,
             running=state.leases.kinds[PROMPT],
