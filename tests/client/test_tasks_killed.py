@@ -17,6 +17,13 @@ def test_every_prompt_is_trained_once_per_epoch_whatever_is_killed(tmp_path: Pat
     assert found.kills.total() == 4
 
 
+def test_nothing_is_trained_unscored_and_no_score_changes_whatever_is_killed(tmp_path: Path) -> None:
+    """With judges that disagree, a deadline, a filter and a staleness limit; what is dropped is made again."""
+    found = torture_tasks(tmp_path, kills=3, prompts=20, kind="judged")
+    assert found.good, found
+    assert found.kills == {"plane": 1, "worker": 1, "judge": 1}
+
+
 @pytest.mark.deep
 def test_a_plain_loader_skips_and_repeats_prompts(tmp_path: Path) -> None:
     leased = torture_tasks(tmp_path / "leased", kills=12, prompts=120, seed=1)

@@ -2,14 +2,16 @@
 
 Each process is started with `python -m tests.support.task_torture KIND FOLDER URL NUMBER`:
 
-    plane      the plane; too old groups are dropped
-    worker     for task in plane.tasks(...), puts a group for each
+    plane      the plane; too old groups are dropped, and in a judged run those that miss their deadline, or whose
+               rewards are all the same; all three are made again
+    worker     for task in plane.tasks(...), puts a group for each; in a judged run without rewards
+    judge      leases groups that lack rewards, and gives them random ones
     loader     the baseline: reads its shard of the prompts in a seeded order, as a DataLoader does, saves how far it
                read with every fourth batch, and continues there after a restart
     rank       trains and publishes a version with every step
 
-`torture_tasks` starts them and kills workers and the plane. In the end the log says how often each prompt of each epoch
-was trained.
+`torture_tasks` starts them and kills workers, judges and the plane. In the end the log says how often each prompt of
+each epoch was trained, and which values each sample got.
 """
 
 from __future__ import annotations
@@ -25,15 +27,16 @@ from pathlib import Path
 from random import Random
 
 import penstock as ps
-from penstock.errors import PenstockError
-from penstock.log import reading
+from penstock.errors import Conflict, PenstockError
+from penstock.log import AttachColumn, reading
 from penstock.plane.task_book import read_task
 from penstock.protocol import Timeouts
 from penstock.server.watchdog import die_with_parent
 from tests.support.ports import free_port
 from tests.support.processes import Notes
 
-WORKERS, RANKS, EPOCHS, GROUPS_PER_STEP = 3, 2, 2, 4
+WORKERS, JUDGES, RANKS, EPOCHS, GROUPS_PER_STEP = 3, 2, 2, 2, 4
+AGAIN = ("stale", "lost", "columns missing", "zero variance", "rollout failed")
 TIMEOUTS = Timeouts(heartbeat_s=0.3, peer_s=3.0, delivery_s=20.0, plane_s=120.0, resend_s=0.3)
 PATIENCE_S = 240.0
 _BATCH, _SAVE_EVERY = 2, 4
@@ -55,19 +58,28 @@ class TaskResult:
     again: dict[str, int] = field(default_factory=dict)
     """Attempts repeated, by reason."""
     late: int = 0
+    unscored: int = 0
+    """Groups that were trained without a reward for each sample. Of a judged run."""
+    rescored: int = 0
+    """Samples that were given two values, or another one than its judge was told."""
     expired: int = 0
     kills: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
     @property
     def good(self) -> bool:
-        return self.trained_once == self.tasks and not self.repeated
+        return self.trained_once == self.tasks and not (self.repeated or self.unscored or self.rescored)
 
 
 # ------------------------------------------------------------------ the processes
 
 
+def is_judged(folder: Path) -> bool:
+    return (folder / "judged").exists()
+
+
 def run_plane(folder: Path, url: str) -> None:
+    late = {"needs": ("rewards",), "needs_deadline_s": 8.0} if is_judged(folder) else {}
     with ps.open(
         folder / "run",
         listen=[url],
@@ -78,25 +90,44 @@ def run_plane(folder: Path, url: str) -> None:
         timeouts=TIMEOUTS,
         snapshot_every=50,
         run="tasks",
+        **late,
     ):
         signal.pause()
 
 
-def rollouts(group: ps.client.group_builder.CollectedRollouts, rng: Random) -> None:
+def rollouts(group: ps.client.group_builder.CollectedRollouts, rng: Random, *, judged: bool = False) -> None:
     """As a sampler makes them, in a few milliseconds."""
     time.sleep(rng.random() * 0.02)
-    for reward in (0.0, 1.0):
+    for reward in (None, None) if judged else (0.0, 1.0):
         turns = [ps.Turn([1, 2]), ps.Turn([rng.randrange(1000) for _ in range(4)], logprobs=[-0.5] * 4)]
         group.add(ps.Trajectory(turns=turns, reward=reward))
 
 
 def run_worker(folder: Path, url: str, number: int) -> None:
-    notes, rng = Notes(folder / "done"), Random()
+    notes, rng, judged = Notes(folder / "done"), Random(), is_judged(folder)
+    how = {"advantage": "grpo", "filters": ("zero_variance",)} if judged else {}
     with ps.open(url, timeouts=TIMEOUTS) as plane:
-        for task in plane.tasks(folder / "prompts.jsonl", epochs=EPOCHS, lease_s=2.0, batch=_BATCH):
-            with task.group() as group:
-                rollouts(group, rng)
+        for task in plane.tasks(folder / "prompts.jsonl", epochs=EPOCHS, lease_s=2.0, batch=_BATCH, again=AGAIN):
+            with task.group(**how) as group:
+                rollouts(group, rng, judged=judged)
             notes.write(number, task.id)
+
+
+def run_judge(folder: Path, url: str, number: int) -> None:
+    """Give random rewards: two judges never agree, so a group that both scored shows whose value counted."""
+    notes, rng = Notes(folder / "scored"), Random()
+    with ps.open(url, timeouts=TIMEOUTS) as plane:
+        for lease in plane.lacking("rewards", groups=4, lease_s=2.0):
+            values = {sample.id: float(rng.randrange(4)) for sample in lease.samples}
+            time.sleep(rng.random() * 0.02)
+            try:
+                result = lease.attach(values)
+            except Conflict:  # the lease ran out, and another judge was faster
+                notes.write(number, "conflict")
+                continue
+            if result.new == len(values):
+                for name, value in values.items():
+                    notes.write(number, name, value)
 
 
 def run_loader(folder: Path, url: str, number: int) -> None:
@@ -138,6 +169,10 @@ class TaskTorture:
         folder.mkdir(parents=True, exist_ok=True)
         lines = "\n".join(f'"p{number}"' for number in range(prompts))
         (folder / "prompts.jsonl").write_text(lines + "\n")
+        if kind == "judged":
+            (folder / "judged").touch()
+            self.kind = "worker"
+        self.judges = JUDGES if kind == "judged" else 0
         self.url = f"tcp://127.0.0.1:{free_port()}"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.result = TaskResult(tasks=prompts * EPOCHS)
@@ -151,6 +186,8 @@ class TaskTorture:
     def start_all(self) -> None:
         for name in ["plane-0", *(f"rank-{n}" for n in range(RANKS)), *(f"{self.kind}-{n}" for n in range(WORKERS))]:
             self.start(name)
+        for n in range(self.judges):
+            self.start(f"judge-{n}")
 
     def kill(self, name: str) -> None:
         process = self.processes[name]
@@ -166,8 +203,9 @@ class TaskTorture:
         for number, code in states.items():
             if code not in (None, 0):
                 self.start(f"{self.kind}-{number}")
-        if self.processes["plane-0"].poll() is not None:
-            self.start("plane-0")
+        for name in ["plane-0", *(f"judge-{n}" for n in range(self.judges))]:
+            if self.processes[name].poll() is not None:
+                self.start(name)
         return any(code != 0 for code in states.values())
 
     def run(self, kills: int) -> TaskResult:
@@ -176,8 +214,7 @@ class TaskTorture:
         try:
             for number in range(kills):
                 self._until(lambda n=number: self._num_done() >= n * total * 0.8 / kills)
-                name = "plane-0" if self.rng.random() < 0.3 else f"{self.kind}-{self.rng.randrange(WORKERS)}"
-                self.kill(name)
+                self.kill(self._victim(number))
             self._until(lambda: not self.is_working())
             self._finish()
         finally:
@@ -187,6 +224,12 @@ class TaskTorture:
         self._count()
         self.result.seconds = time.monotonic() - began
         return self.result
+
+    def _victim(self, number: int) -> str:
+        if self.judges:  # each kind as often
+            kind = ("plane", self.kind, "judge")[number % 3]
+            return f"{kind}-{self.rng.randrange({'plane': 1, 'judge': self.judges}.get(kind, WORKERS))}"
+        return "plane-0" if self.rng.random() < 0.3 else f"{self.kind}-{self.rng.randrange(WORKERS)}"
 
     def _num_done(self) -> int:
         self.is_working()
@@ -204,7 +247,11 @@ class TaskTorture:
 
             def is_done() -> bool:
                 status = plane.status()
-                return bool(status["held_groups"] < GROUPS_PER_STEP and status["last_step"] < status["next_step"])
+                return bool(
+                    status["held_groups"] < GROUPS_PER_STEP
+                    and not status["ledger"]["waiting"]
+                    and status["last_step"] < status["next_step"]
+                )
 
             self._until(is_done)
             status = plane.status()
@@ -223,10 +270,29 @@ class TaskTorture:
         self.result.trained_once = sum(trained[place] == 1 for place in places)
         self.result.skipped = sum(trained[place] == 0 for place in places)
         self.result.repeated = sum(trained[place] > 1 for place in places)
+        if self.judges:
+            self._count_scores()
+
+    def _count_scores(self) -> None:
+        """Compare what the log has with what judges were told."""
+        told = {words[1]: float(words[2]) for words in Notes.read(self.folder / "scored") if len(words) == 3}
+        with reading(self.folder / "run") as log:
+            rows = {row.op: row for row in log.groups()}
+            given: dict[int, dict[int, float]] = {}
+            for _, record in log.records():
+                if isinstance(record, AttachColumn):
+                    for place, value in record.values.items():
+                        before = given.setdefault(record.group, {}).setdefault(place, value)
+                        self.result.rescored += before != value
+        for op, row in rows.items():
+            values = given.get(op, {})
+            self.result.unscored += row.uses > 0 and len(values) < row.samples
+            names = [f"{row.id}/{place}" for place in values]
+            self.result.rescored += sum(told.get(name, v) != v for name, v in zip(names, values.values(), strict=True))
 
 
 def torture_tasks(folder: Path, *, kills: int, prompts: int, seed: int = 0, kind: str = "worker") -> TaskResult:
-    """Run two epochs of a list with kills. `kind`: "worker", or "loader" for the baseline."""
+    """Run two epochs of a list with kills. `kind`: "worker", "judged" with late rewards, "loader" for the baseline."""
     return TaskTorture(folder, prompts, seed, kind).run(kills)
 
 
@@ -238,4 +304,4 @@ if __name__ == "__main__":
     elif what == "rank":
         run_rank(address, int(index))
     else:
-        {"worker": run_worker, "loader": run_loader}[what](Path(where), address, int(index))
+        {"worker": run_worker, "loader": run_loader, "judge": run_judge}[what](Path(where), address, int(index))

@@ -130,8 +130,8 @@ class Task:
         self,
         *,
         policy_version: int | None = None,
-        advantage: Advantage | None = grpo,
-        filters: Iterable[Filter] = (),
+        advantage: Advantage | str | None = grpo,
+        filters: Iterable[Filter | str] = (),
         priority: float = 1.0,
         timeout: float | None = None,
     ) -> TaskGroup:
@@ -145,8 +145,8 @@ class Task:
         self,
         *,
         policy_version: int | None = None,
-        advantage: Advantage | None = grpo,
-        filters: Iterable[Filter] = (),
+        advantage: Advantage | str | None = grpo,
+        filters: Iterable[Filter | str] = (),
         priority: float = 1.0,
         timeout: float | None = None,
     ) -> AsyncTaskGroup:
@@ -156,8 +156,8 @@ class Task:
     def _fields(
         self,
         version: int | None,
-        advantage: Advantage | None,
-        filters: tuple[Filter, ...],
+        advantage: Advantage | str | None,
+        filters: tuple[Filter | str, ...],
         priority: float,
         timeout: float | None,
     ) -> dict[str, Any]:

@@ -321,9 +321,11 @@ class TaskService:
         return not found.num_to_come and not found.leased and not (found.held and self._may_return(found))
 
     def _may_return(self, found: PromptList) -> bool:
-        """Return whether a held group may still be dropped and be made again: training goes on, and groups can become
-        too old, or give way to others."""
+        """Return whether a held group may still be dropped and be made again: it waits for columns, and a filter or
+        the deadline may drop it; or training goes on, and groups can become too old, or give way to others."""
         engine, replay, again = self._engine, self._engine.settings.replay, found.opened.again
+        if engine.state.late.waiting:
+            return True
         can_be_stale = replay.max_staleness is not None and "stale" in again
         if not can_be_stale and (replay.remover is None or "overflow" not in again):
             return False
