@@ -10,9 +10,10 @@ import pytest
 import xxhash
 
 from penstock.frames import encode
-from penstock.log import HandOut, ReturnLeases, SqliteLog
+from penstock.log import Awaited, GroupRow, HandOut, ReturnLeases, SqliteLog
 from penstock.packing import Packing
-from penstock.plane.late_groups import COLUMN, key_of
+from penstock.plane.late_groups import COLUMN, LateGroups, WaitingGroup, key_of
+from penstock.plane.lease_book import LeaseBook
 from penstock.plane.settings import PlaneSettings, Replay, Target
 from penstock.protocol import AttachValues
 from penstock.runs import RecordedRun, rerun
@@ -159,3 +160,15 @@ def test_memory_follows_from_the_log_and_a_rerun_agrees(tmp_path: Path, name: st
     found = rerun(RecordedRun.open(tmp_path / "run"), tmp_path / "again")
     assert found.same, found.sentence
     assert (found.steps, found.skipped) == (steps, 0)
+
+
+def test_a_snapshot_in_which_every_waiting_group_is_leased() -> None:
+    """Its column is in no list of free groups then, and a group leaves all the same."""
+    leases = LeaseBook()
+    leases.begin(2, HandOut(kind=COLUMN, keys=(key_of(1, "rewards"),), worker="w", lease_s=1.0), 0)
+    row = GroupRow(op=1, id="g", digest=b"", policy_version=0, samples=2, tokens=4, size=9)
+    waiting = WaitingGroup(awaited=Awaited(columns={"rewards": (0, 1)}))
+    late = LateGroups(leases)
+    late.restore({1: waiting}, {1: row})
+    assert late.remove(row) is waiting
+    assert not leases.open

@@ -80,7 +80,7 @@ class LateGroups:
         self.tables[row.run] -= 1
         group = self.waiting.pop(row.op)
         for column in group.awaited.columns:
-            self.free[column].pop(row.op, None)
+            self.free.get(column, {}).pop(row.op, None)  # after a restart: only columns of free groups are there
             self._leases.complete(COLUMN, key_of(row.op, column), _ENDED)
         return group
 
