@@ -92,7 +92,7 @@ def test_a_run_of_an_earlier_version_tells_of_its_steps(open_engine: OpenEngine,
     with log.transaction():
         for table in ("outcomes", "summaries"):
             sqlite_of(log).execute(f"DROP TABLE {table}")
-        sqlite_of(log).execute("DELETE FROM meta WHERE name = 'told_step'")
+        sqlite_of(log).execute("DELETE FROM meta WHERE name = 'reported_step'")
     log.close()
     engine = open_engine(tmp_path, ranks=1, retain_steps=1)
     put(engine, "g", "h")

@@ -249,10 +249,10 @@ def _closing(report: dict[str, Any], config: TrainConfig, following: tuple[str, 
             f"{report['shared_tokens']:,} of {report['tokens']:,} tokens were not computed again: samples of a "
             "micro-batch share them."
         )
-    if told := report.get("feedback"):
+    if became := report.get("feedback"):
         lines.append(
-            f"Dynamic sampling: {told.get('filtered', 0):,} groups filtered, {told.get('trained', 0):,} trained, at "
-            f"least {told['least_groups_per_step']} in each step."
+            f"Dynamic sampling: {became.get('filtered', 0):,} groups filtered, {became.get('trained', 0):,} trained, "
+            f"at least {became['least_groups_per_step']} in each step."
         )
     if report.get("kills"):
         were = "was" if sum(report["kills"].values()) == 1 else "were"

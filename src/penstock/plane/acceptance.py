@@ -396,7 +396,7 @@ class Acceptance:
                 )
                 self._recorder.log.add_summaries(_summaries(rows, groups))
                 if evaluated:
-                    state.outcomes.say(_evaluation(rows))
+                    state.outcomes.add(_evaluation(rows))
                 shortened = _shortened(groups, rows[-1].op + 1)
                 if shortened is not None:
                     self._recorder.log.add_record(*shortened)

@@ -3,7 +3,7 @@
 Nothing here decides. A group's state in the log changes in some transaction, after a crash in the first one of the next
 start, and the same transaction appends the event. So every event is there once, whenever the plane is killed:
 
-    steps     the log has `told_step`, the last step whose groups were reported. If more steps are committed by now,
+    steps     the log has `reported_step`, the last step whose groups were reported. If more steps are committed by now,
               they are reported; if fewer are, the trainer went back to an older checkpoint, which is an event too
     dropped,  a group's row gets the state DROPPED or QUARANTINED: its event goes beside it. After a restart only rows
     set aside that the log has differently are written, so only their events
@@ -26,7 +26,7 @@ from penstock.protocol import Discard, FeedbackEvent
 if TYPE_CHECKING:
     from penstock.plane.state import PlaneState
 
-_TOLD = "told_step"
+_REPORTED = "reported_step"
 _ROWS = 64
 """Rows of outcomes that are read at once."""
 ENDS = {State.DROPPED: "dropped", State.QUARANTINED: "quarantined"}
@@ -38,49 +38,50 @@ class Outcomes:
     def __init__(self) -> None:
         self.last = 0
         """Number of the last event in the log."""
-        self.told_step = 0
+        self.reported_step = 0
         """The last step whose groups were reported as trained."""
-        self._said: list[GroupOutcome] = []
+        self._added: list[GroupOutcome] = []
         """Events of the decision in the transaction under way."""
         self._written = (0, 0)
-        """`last` and `told_step` once the transaction under way is committed."""
+        """`last` and `reported_step` once the transaction under way is committed."""
 
     def load(self, log: Log) -> None:
         """Continue where the log ends."""
-        self.last, self.told_step = log.num_events, log.meta(_TOLD, 0)
+        self.last, self.reported_step = log.num_events, log.meta(_REPORTED, 0)
 
-    def say(self, outcome: GroupOutcome) -> None:
+    def add(self, outcome: GroupOutcome) -> None:
         """Append an event in the transaction under way."""
-        self._said.append(outcome)
+        self._added.append(outcome)
 
     def write(self, log: Log, state: PlaneState, changed: Mapping[tuple[State, str], Sequence[int]]) -> None:
         """Write the events that the log lacks. `changed` are the groups whose states are written beside them."""
         now = max(state.next_step - 1, 0)
         rows, last = [], self.last
-        for outcome in (*_of_steps(log, state, self.told_step, now), *_of_ends(state, changed), *self._said):
+        for outcome in (*_of_steps(log, state, self.reported_step, now), *_of_ends(state, changed), *self._added):
             last += outcome.num_events
             rows.append((last, outcome))
         if rows:
             log.add_outcomes(rows)
-        if now != self.told_step:
-            log.set_meta(_TOLD, now)
+        if now != self.reported_step:
+            log.set_meta(_REPORTED, now)
         self._written = (last, now)
 
     def written(self) -> None:
         """Note that the transaction was committed."""
-        (self.last, self.told_step), self._said = self._written, []
+        (self.last, self.reported_step), self._added = self._written, []
 
     def undo(self) -> None:
         """Note that the transaction failed."""
-        self._said = []
+        self._added = []
 
 
-def _of_steps(log: Log, state: PlaneState, told: int, now: int) -> Iterator[GroupOutcome]:
-    """Yield what is to be said about committed steps, given the last one that was reported."""
-    if now < told:
-        why = f"steps {now + 1} to {told} are trained again" if now + 1 < told else f"step {told} is trained again"
+def _of_steps(log: Log, state: PlaneState, reported: int, now: int) -> Iterator[GroupOutcome]:
+    """Yield the events of committed steps, given the last one that was reported."""
+    if now < reported:
+        steps = f"steps {now + 1} to {reported} are" if now + 1 < reported else f"step {reported} is"
+        why = f"{steps} trained again"
         yield GroupOutcome(outcome="rewound", reason=why, step=now + 1, unlisted=(Unlisted(),))
-    for step, manifest in _manifests(log, state, range(told + 1, now + 1)):
+    for step, manifest in _manifests(log, state, range(reported + 1, now + 1)):
         yield from _rows("trained", tuple(dict.fromkeys(manifest.groups)), step=step, version=manifest.policy_version)
 
 

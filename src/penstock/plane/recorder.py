@@ -77,7 +77,7 @@ class Recorder:
             if isinstance(record, (Discard, Shorten)) and record.key:
                 self.log.add_discard(record.key)
             if event is not None:
-                self.state.outcomes.say(event)
+                self.state.outcomes.add(event)
         self.state.redo(op, record)
 
     def decide_all(self, records: Sequence[Record]) -> list[int]:

@@ -468,7 +468,7 @@ class PlaneState:
     @property
     def has_news(self) -> bool:
         """Whether the next transaction writes events."""
-        return self._has_ended or self.outcomes.told_step != max(self.next_step - 1, 0)
+        return self._has_ended or self.outcomes.reported_step != max(self.next_step - 1, 0)
 
     def state_of(self, op: int, recorded: State, reason: str) -> tuple[State, str]:
         """Return the state of a group and why, given what the log has. The log may be behind by one transaction."""
