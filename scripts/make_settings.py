@@ -41,11 +41,11 @@ def tables() -> dict[str, dict[str, str]]:
     """The tables of today, by page and by name."""
     plane = {
         "plane": docs_table(ServerSettings),
-        "parts": kinds_table({"sampler, remover": SELECTORS, "limiter": LIMITERS}),
         "cluster": docs_table(ClusterSettings, beyond=ServerSettings),
     }
     run = {"run": docs_table(TrainConfig, keywords=False, beyond=PlaneSettings)}
-    return {"settings.md": plane, "trainer-settings.md": run}
+    parts = {"parts": kinds_table({"sampler, remover": SELECTORS, "limiter": LIMITERS})}
+    return {"settings.md": plane, "replay.md": parts, "trainer-settings.md": run}
 
 
 def updated(page: str, tables: dict[str, str]) -> str:

@@ -25,6 +25,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import penstock as ps
 from penstock.errors import Conflict, PenstockError
@@ -79,7 +80,7 @@ def is_judged(folder: Path) -> bool:
 
 
 def run_plane(folder: Path, url: str) -> None:
-    late = {"needs": ("rewards",), "needs_deadline_s": 8.0} if is_judged(folder) else {}
+    late: dict[str, Any] = {"needs": ("rewards",), "needs_deadline_s": 8.0} if is_judged(folder) else {}
     with ps.open(
         folder / "run",
         listen=[url],
@@ -105,7 +106,7 @@ def rollouts(group: ps.client.group_builder.CollectedRollouts, rng: Random, *, j
 
 def run_worker(folder: Path, url: str, number: int) -> None:
     notes, rng, judged = Notes(folder / "done"), Random(), is_judged(folder)
-    how = {"advantage": "grpo", "filters": ("zero_variance",)} if judged else {}
+    how: dict[str, Any] = {"advantage": "grpo", "filters": ("zero_variance",)} if judged else {}
     with ps.open(url, timeouts=TIMEOUTS) as plane:
         for task in plane.tasks(folder / "prompts.jsonl", epochs=EPOCHS, lease_s=2.0, batch=_BATCH, again=AGAIN):
             with task.group(**how) as group:
