@@ -39,7 +39,7 @@ _GROUP = "group of 16 x (15k shared + 15k)"
 _QUEUE = "TransferQueue"
 CLAIMS = (
     Claim(
-        quote="routed experts (router replay): 2.6 to 3.3 times as fast",
+        quote="routed experts (router replay): 2.6 to 3.9 times as fast",
         bench="path",
         row="router replay",
         rival=_QUEUE,
@@ -52,7 +52,7 @@ CLAIMS = (
         rival=_QUEUE,
         figure=2.45,
     ),
-    Claim(quote="of one length 1.5", bench="path", row="text 512 x 4k", rival=_QUEUE, figure=1.45),
+    Claim(quote="of one length 1.4 to 1.5", bench="path", row="text 512 x 4k", rival=_QUEUE, figure=1.35),
     Claim(
         quote="a batch in one call 1.3 to 1.7",
         bench="path",
