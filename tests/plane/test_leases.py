@@ -138,3 +138,18 @@ def test_the_clock_agrees_with_a_plain_list() -> None:
                 if rng.random() < 0.8:  # else its return could not be written: it comes up again
                     del leases[known], due[known]
         assert len(clock._heap) == len(clock._due)
+
+
+def test_work_that_kills_its_processes_is_named_in_the_log(
+    open_engine: OpenEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    leases, now = Leases(open_engine().recorder), 0.0
+    leases.turn(now)
+    for _ in range(3):
+        assert not caplog.records
+        leases.decide(hand_out("bad", lease_s=1.0), lambda _: None)
+        leases.turn(now)
+        now += 1.5
+        leases.turn(now)
+    (record,) = caplog.records
+    assert "the lease on 'bad' ran out 3 times" in record.getMessage()

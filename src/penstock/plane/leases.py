@@ -16,6 +16,9 @@ from penstock.protocol import MAX_LEASES, MAX_REASON, GiveBack, Renew, Renewed
 
 logger = logging.getLogger("penstock.plane")
 MIN_LEASE_S, MAX_LEASE_S = 0.5, 86_400.0
+_WARN_AT = (3, 10, 30, 100, 1000)
+"""Times that a lease on the same work ran out, after which the log says so."""
+_REMEMBERED = 4096
 _STALL_S = 2.0
 """A gap between two turns after which every lease gets its full time again: the plane itself was away."""
 
@@ -81,6 +84,8 @@ class Leases:
         """By kind."""
         self._returned: list[Returned] = []
         self._records: list[tuple[Record, Callable[[PenstockError | None], None]]] = []
+        self._times_lost: dict[str, int] = {}
+        """How often the lease on a key ran out. Of the last ones, and since this plane started."""
 
     @property
     def _book(self) -> LeaseBook:
@@ -119,7 +124,8 @@ class Leases:
         returned, self._returned = self._returned, []
         ran_out = self.clock.ran_out(self._book.open, now)
         if ran_out:
-            decided.append((ReturnLeases(leases=tuple(ran_out)), partial(self._expired, len(ran_out))))
+            lost = [self._book.open[number] for number in ran_out]
+            decided.append((ReturnLeases(leases=tuple(ran_out)), partial(self._expired, lost)))
         gone = set(ran_out)
         for one in returned:
             leases = tuple(number for number in dict.fromkeys(one.leases) if number in self._book.open)
@@ -132,9 +138,24 @@ class Leases:
         if decided:
             self._write(decided, now)
 
-    def _expired(self, count: int, error: PenstockError | None) -> None:
-        if error is None:  # else the next turn tries again
-            self._recorder.counts["leases_expired"] += count
+    def _expired(self, lost: list[Lease], error: PenstockError | None) -> None:
+        if error is not None:
+            return  # the next turn tries again
+        self._recorder.counts["leases_expired"] += len(lost)
+        for lease in lost:
+            count = self._times_lost.pop(lease.key, 0) + 1
+            self._times_lost[lease.key] = count
+            if count in _WARN_AT:
+                logger.warning(
+                    "the lease on %r ran out %d times, last with worker %r: does this work kill its process, or take "
+                    "longer than a process may be silent (lease_s %g)?",
+                    lease.key,
+                    count,
+                    lease.worker,
+                    lease.lease_s,
+                )
+        while len(self._times_lost) > _REMEMBERED:
+            del self._times_lost[next(iter(self._times_lost))]
 
     def _write(self, decided: list[tuple[Record, Callable[[PenstockError | None], None]]], now: float) -> None:
         error: PenstockError | None = None
