@@ -3,7 +3,7 @@
     .venv/bin/python scripts/run_suite.py
 
 Three parts run at the same time: the checks; the tests of packages that take seconds to import (verifiers, TRL), in one
-process; and all other tests, in five workers, because many tests wait. Every worker imports all test modules, so in one
+process; and all other tests, in four workers. Every worker imports all test modules, so in one
 run each would import these packages. What the first two print is shown when they end.
 """
 
@@ -31,7 +31,7 @@ PARTS = {
     "integrations": [*PYTEST, "--doctest-modules", *SLOW_TO_IMPORT],
     "tests": [
         *PYTEST,
-        *("-n", "5", "--dist", "loadscope", "--no-loadscope-reorder", "--doctest-modules", "tests", "src"),
+        *("-n", "4", "--dist", "loadscope", "--no-loadscope-reorder", "--doctest-modules", "tests", "src"),
         *(f"--ignore={path}" for path in SLOW_TO_IMPORT),
     ],
 }
