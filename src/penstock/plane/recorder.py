@@ -162,7 +162,7 @@ def rebuild(
             state.take_evaluation(rows[op], None)
         elif op in rows:
             row = rows[op]
-            # Most rows are held: making each anew took a fifth of the restart of a plane with 100,000 of them.
+            # Most rows are held: building each again took a fifth of the restart of a plane with 100,000 of them.
             is_held = row.state in (State.HELD, State.WAITING) and not row.reason
             state.take_in(row if is_held else replace(row, state=State.HELD, reason=""))
         elif op in records:

@@ -46,7 +46,7 @@ class Library:
     exports: Mapping[str, Export] = field(default_factory=dict)
     """By displayed name. A diff has two."""
     folder: Path | None = None
-    """A folder of runs, each of which is an export. Runs that appear in it later are shown as well."""
+    """A folder of runs, each an export. Runs that appear later are shown as well."""
     vocabulary: Vocabulary | None = None
     """For all exports; without it, those of a folder of runs have their own."""
     images: AssetStore | None = None

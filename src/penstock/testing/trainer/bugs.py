@@ -252,7 +252,7 @@ def _moved_bounds(row: Row, by: int) -> Row:
 
 
 def _since_turn(row: Row) -> NDArray[np.int64]:
-    """Positions that begin anew after every trained span."""
+    """Positions that begin at 0 again after every trained span."""
     out = row.columns["position_ids"].copy()
     for a, b in row.samples:
         for _, end in spans_of(row.mask[a:b]):
@@ -270,7 +270,7 @@ def _passes() -> list[Hypothesis]:
         "positions begin at 2": _with_positions(lambda row: row.columns["position_ids"] + 2),
         "all positions are 0": _with_positions(lambda row: row.columns["position_ids"] * 0),
         "positions are counted from the end": _with_positions(_reversed_positions),
-        "positions begin anew after every turn": _with_positions(_since_turn),
+        "positions begin at 0 again after every turn": _with_positions(_since_turn),
         "boundaries are taken from falls of position_ids": _from_falls,
         "boundaries of attention are one token late": lambda row: _moved_bounds(row, 1),
         "boundaries of attention are one token early": lambda row: _moved_bounds(row, -1),
