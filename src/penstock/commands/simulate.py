@@ -6,8 +6,8 @@
   penstock simulate staleness --lengths lognormal --median 2000 --sigma 1.0 --plot staleness.svg --json
 
 drop removes groups that are more than --staleness versions old, mask their old tokens. pace holds prompts back
-that could not be trained in time, window also trains in order of dispatch, replay draws at random and twice. Prompts, table,
-limiter and planner are those of a plane; only time is simulated.
+that could not be trained in time, window also trains in order of dispatch, replay draws at random and twice. Prompts,
+table, limiter and planner are those of a plane; only time is simulated.
 
 "length bias" compares the mean length of what was trained with what was generated: -30 % means that the trainer sees
 answers a third shorter than the model gives.
