@@ -27,15 +27,22 @@ from penstock.plane.pipeline import Pipeline
 from penstock.plane.settings import PlaneSettings, Replay, Target
 from penstock.plane.step_builder import PlannedStep, StepBuilder
 from penstock.plane.workers import Inline, Workers
+from penstock.protocol.lease_messages import (
+    AddPrompts,
+    AskFeedback,
+    AttachValues,
+    GiveBack,
+    LeaseColumns,
+    LeaseTasks,
+    OfferPrompts,
+    Renew,
+)
 from penstock.protocol.message_header import pack_message
 from penstock.protocol.messages import (
-    AddPrompts,
     Ask,
-    AskFeedback,
     AskGroups,
     AskRoom,
     Attach,
-    AttachValues,
     Beat,
     Bye,
     Commit,
@@ -44,16 +51,11 @@ from penstock.protocol.messages import (
     Fail,
     FromProducer,
     FromRank,
-    GiveBack,
     GiveUp,
     Hello,
-    LeaseColumns,
-    LeaseTasks,
-    OfferPrompts,
     OpenSegment,
     Put,
     Received,
-    Renew,
     Report,
     Request,
     SettleGroup,

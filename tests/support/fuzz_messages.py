@@ -23,10 +23,10 @@ from penstock.packing import Packing, RankPlan, fill, pack
 from penstock.plane.loop import PlaneLoop
 from penstock.plane.settings import PlaneSettings, Target
 from penstock.plane.workers import Inline
+from penstock.protocol.lease_messages import AddPrompts, GiveBack, LeaseTasks, OfferPrompts, Renew
 from penstock.protocol.message_header import HEAD_BYTES, pack_message, read_from_client, read_from_plane, wrap
 from penstock.protocol.messages import (
     Aborted,
-    AddPrompts,
     Ask,
     AskRoom,
     Attach,
@@ -43,19 +43,15 @@ from penstock.protocol.messages import (
     Frames,
     FromClient,
     FromPlane,
-    GiveBack,
     GiveUp,
     Hello,
-    LeaseTasks,
     Noted,
-    OfferPrompts,
     Peer,
     Pulse,
     Put,
     Received,
     Refused,
     Release,
-    Renew,
     Report,
     Request,
     Sent,

@@ -20,6 +20,7 @@ import msgspec
 
 from penstock.errors import InvalidInput, Overloaded, PenstockError
 from penstock.protocol.effects import Send
+from penstock.protocol.lease_messages import AttachValues, ValuesAttached
 from penstock.protocol.messages import (
     MAX_NAME,
     MAX_REASON,
@@ -28,7 +29,6 @@ from penstock.protocol.messages import (
     AskRoom,
     Attach,
     Attached,
-    AttachValues,
     Buffer,
     Discard,
     Foreign,
@@ -48,7 +48,6 @@ from penstock.protocol.messages import (
     SetWeight,
     SignUrls,
     Trace,
-    ValuesAttached,
 )
 from penstock.protocol.rooms import Rooms, Space, Ticket
 

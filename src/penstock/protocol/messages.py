@@ -16,7 +16,23 @@ import msgspec
 
 from penstock.arrays import MAX_TEXT, MAX_VERSION, run_name_problem
 from penstock.errors import InvalidInput
-from penstock.protocol.feedback_event import FeedbackEvent
+from penstock.protocol.lease_messages import (
+    AddPrompts,
+    AskFeedback,
+    AttachValues,
+    ColumnsLeased,
+    Feedback,
+    GiveBack,
+    LeaseColumns,
+    LeaseTasks,
+    OfferPrompts,
+    PromptsOffered,
+    Renew,
+    Renewed,
+    TasksLeased,
+    ValuesAttached,
+)
+from penstock.protocol.message_base import Message
 
 SCHEMA = 2
 Version: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
@@ -36,32 +52,16 @@ MAX_SIGNED = 64
 """URLs asked for with one message, at most."""
 MAX_ASKED = 1024
 """Groups asked about with one message, at most."""
-MAX_SCORED = 256
-"""Groups leased to a scoring worker, or given values, with one message, at most."""
-MAX_LEASES = 1024
-"""Leases that one message renews or returns, at most."""
-MAX_TASKS = 64
-"""Tasks leased with one message, at most. With payloads of `MAX_PROMPT_BYTES` they fit into a header."""
-MAX_PROMPT_BYTES = 64 << 10
-"""Bytes of a prompt's payload."""
-MAX_PROMPTS = 1 << 20
-"""Prompts of a list."""
-MAX_PAGE = 256
-"""Events of groups asked for with one message, at most."""
 MAX_SHOWN = 256
 """Samples of a discard whose rewards and lengths are sent, at most."""
 BEHIND: Frames = (b"",)
 """An empty payload. It sends a message over the payload connection, so that it cannot overtake earlier payloads."""
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
-    """The base of all messages."""
-
-
 # ------------------------------------------------------------------ from a rank
 
 
-class Hello(_Message, frozen=True, tag="hello"):
+class Hello(Message, frozen=True, tag="hello"):
     """A process of the trainer joins, or comes back after it lost the connection or the plane restarted."""
 
     run: str
@@ -87,7 +87,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     """Where the pid is valid: the machine's boot id and the pid namespace. Empty if unknown."""
 
 
-class Request(_Message, frozen=True, tag="request"):
+class Request(Message, frozen=True, tag="request"):
     """Asks for a step."""
 
     session: int
@@ -97,7 +97,7 @@ class Request(_Message, frozen=True, tag="request"):
     link a second copy would only delay the first."""
 
 
-class Received(_Message, frozen=True, tag="received"):
+class Received(Message, frozen=True, tag="received"):
     """This rank has the step and verified it."""
 
     session: int
@@ -105,7 +105,7 @@ class Received(_Message, frozen=True, tag="received"):
     digest: str
 
 
-class Commit(_Message, frozen=True, tag="commit"):
+class Commit(Message, frozen=True, tag="commit"):
     """This rank has trained the step."""
 
     session: int
@@ -113,18 +113,18 @@ class Commit(_Message, frozen=True, tag="commit"):
     policy_version: Version | None = None
 
 
-class Report(_Message, frozen=True, tag="report"):
+class Report(Message, frozen=True, tag="report"):
     """New priorities of groups and metrics of samples, by id."""
 
     session: int
     step: int
-    priorities: dict[str, float] = {}
-    metrics: dict[str, float] = {}
+    priorities: dict[str, float] = msgspec.field(default_factory=dict)
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
     number: int = 0
     """Counts this process's reports from 1. A repeated report is not applied twice."""
 
 
-class Fail(_Message, frozen=True, tag="fail"):
+class Fail(Message, frozen=True, tag="fail"):
     """This rank failed. The plane aborts the session for every rank."""
 
     session: int
@@ -132,7 +132,7 @@ class Fail(_Message, frozen=True, tag="fail"):
     reason: str
 
 
-class Damaged(_Message, frozen=True, tag="damaged"):
+class Damaged(Message, frozen=True, tag="damaged"):
     """This rank cannot read a group of a step from storage, or read other bytes than were put."""
 
     session: int
@@ -141,7 +141,7 @@ class Damaged(_Message, frozen=True, tag="damaged"):
     reason: str
 
 
-class Beat(_Message, frozen=True, tag="beat"):
+class Beat(Message, frozen=True, tag="beat"):
     """A rank's heartbeat."""
 
     session: int
@@ -155,7 +155,7 @@ class Beat(_Message, frozen=True, tag="beat"):
     """The probe this beat answers, or 0."""
 
 
-class Bye(_Message, frozen=True, tag="bye"):
+class Bye(Message, frozen=True, tag="bye"):
     """This process leaves cleanly and wants no further steps."""
 
     session: int
@@ -164,7 +164,7 @@ class Bye(_Message, frozen=True, tag="bye"):
 # ------------------------------------------------------------------ from the plane to a rank
 
 
-class Welcome(_Message, frozen=True, tag="welcome"):
+class Welcome(Message, frozen=True, tag="welcome"):
     """Answers a hello."""
 
     epoch: int
@@ -175,7 +175,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     """The first uncommitted step."""
 
 
-class Deliver(_Message, frozen=True, tag="deliver"):
+class Deliver(Message, frozen=True, tag="deliver"):
     """A step for one rank. The payload is the rank's samples, or empty for a rank that reads storage itself."""
 
     run: str
@@ -196,7 +196,7 @@ class Deliver(_Message, frozen=True, tag="deliver"):
     of the digest."""
 
 
-class Sent(_Message, frozen=True, tag="sent"):
+class Sent(Message, frozen=True, tag="sent"):
     """Answers a repeated request. Sent on the same connection as the step, so a rank that receives this without the
     step knows the step was lost."""
 
@@ -207,7 +207,7 @@ class Sent(_Message, frozen=True, tag="sent"):
     """Copies of the step sent before this message."""
 
 
-class Release(_Message, frozen=True, tag="release"):
+class Release(Message, frozen=True, tag="release"):
     """Every process has the step and verified it: now it may be trained."""
 
     epoch: int
@@ -215,7 +215,7 @@ class Release(_Message, frozen=True, tag="release"):
     step: int
 
 
-class Committed(_Message, frozen=True, tag="committed"):
+class Committed(Message, frozen=True, tag="committed"):
     """All ranks have committed the step, and this is in the log."""
 
     epoch: int
@@ -223,7 +223,7 @@ class Committed(_Message, frozen=True, tag="committed"):
     step: int
 
 
-class Noted(_Message, frozen=True, tag="noted"):
+class Noted(Message, frozen=True, tag="noted"):
     """Confirms a report."""
 
     epoch: int
@@ -231,7 +231,7 @@ class Noted(_Message, frozen=True, tag="noted"):
     number: int
 
 
-class Aborted(_Message, frozen=True, tag="aborted"):
+class Aborted(Message, frozen=True, tag="aborted"):
     """The session is over for every rank: which rank failed, at which step, why."""
 
     epoch: int
@@ -241,7 +241,7 @@ class Aborted(_Message, frozen=True, tag="aborted"):
     reason: str
 
 
-class Refused(_Message, frozen=True, tag="refused"):
+class Refused(Message, frozen=True, tag="refused"):
     """This peer cannot take part. The reason names what does not match, with both values."""
 
     epoch: int
@@ -250,13 +250,13 @@ class Refused(_Message, frozen=True, tag="refused"):
     """The session that is over, or 0 when the process itself is refused."""
 
 
-class Unknown(_Message, frozen=True, tag="unknown"):
+class Unknown(Message, frozen=True, tag="unknown"):
     """The plane does not know this process (any longer). It should send a hello."""
 
     epoch: int
 
 
-class Pulse(_Message, frozen=True, tag="pulse"):
+class Pulse(Message, frozen=True, tag="pulse"):
     """The plane's heartbeat, with what it waits for."""
 
     epoch: int
@@ -279,7 +279,7 @@ class Pulse(_Message, frozen=True, tag="pulse"):
 # ------------------------------------------------------------------ first contact of any client
 
 
-class Attach(_Message, frozen=True, tag="attach"):
+class Attach(Message, frozen=True, tag="attach"):
     """Asks which run this is. A client's first message, and the only one without the run's id."""
 
     ticket: int
@@ -287,7 +287,7 @@ class Attach(_Message, frozen=True, tag="attach"):
     """The name of the run the client wants. Empty accepts any."""
 
 
-class Attached(_Message, frozen=True, tag="attached"):
+class Attached(Message, frozen=True, tag="attached"):
     """Answers `Attach`."""
 
     ticket: int
@@ -316,7 +316,7 @@ class Attached(_Message, frozen=True, tag="attached"):
     """Whether groups wait by their environment (`env_weights`), not by their tenant."""
 
 
-class Foreign(_Message, frozen=True, tag="foreign"):
+class Foreign(Message, frozen=True, tag="foreign"):
     """The client belongs to another run than this plane's. It must be opened again."""
 
     reason: str
@@ -325,13 +325,13 @@ class Foreign(_Message, frozen=True, tag="foreign"):
 # ------------------------------------------------------------------ producers and observers
 
 
-class OpenSegment(_Message, frozen=True, tag="open-segment"):
+class OpenSegment(Message, frozen=True, tag="open-segment"):
     """Asks for a segment to write frames to."""
 
     ticket: int
 
 
-class SegmentOpened(_Message, frozen=True, tag="segment-opened"):
+class SegmentOpened(Message, frozen=True, tag="segment-opened"):
     """Answers `OpenSegment`."""
 
     ticket: int
@@ -339,7 +339,7 @@ class SegmentOpened(_Message, frozen=True, tag="segment-opened"):
     """Its name, already registered in the log."""
 
 
-class SignUrls(_Message, frozen=True, tag="sign-urls"):
+class SignUrls(Message, frozen=True, tag="sign-urls"):
     """A process that writes to storage without credentials wants URLs of objects of its segments."""
 
     ticket: int
@@ -349,7 +349,7 @@ class SignUrls(_Message, frozen=True, tag="sign-urls"):
     """Below the storage's address, such as segments/3f9c21d07b6a4e58/000000; at most `MAX_SIGNED`."""
 
 
-class SignedUrls(_Message, frozen=True, tag="signed-urls"):
+class SignedUrls(Message, frozen=True, tag="signed-urls"):
     ticket: int
     urls: tuple[str, ...]
     """In the order of the names. Whoever has one may use it."""
@@ -360,7 +360,7 @@ class SignedUrls(_Message, frozen=True, tag="signed-urls"):
         return f"SignedUrls(ticket={self.ticket}, {len(self.urls)} URLs, seconds={self.seconds})"
 
 
-class Put(_Message, frozen=True, tag="put"):
+class Put(Message, frozen=True, tag="put"):
     """A group. Its payload is one frame, or nothing if the sender has written the frame to storage."""
 
     ticket: int
@@ -384,7 +384,7 @@ class Put(_Message, frozen=True, tag="put"):
     """Filters to apply then, by name."""
 
 
-class Trace(_Message, frozen=True, tag="trace"):
+class Trace(Message, frozen=True, tag="trace"):
     """Asks what became of a put, instead of sending it again. With an empty payload it travels behind the group and is
     answered as the put would have been, or with `Missing`. Without a payload it only asks for a `Pulse`."""
 
@@ -393,7 +393,7 @@ class Trace(_Message, frozen=True, tag="trace"):
     digest: bytes
 
 
-class AskRoom(_Message, frozen=True, tag="ask-room"):
+class AskRoom(Message, frozen=True, tag="ask-room"):
     """Asks for room for a group of this size. Sent by a client without credit, and repeated while it waits. Answered by
     `Room`, now or later, or for the moment by `Rejected`."""
 
@@ -409,13 +409,13 @@ class AskRoom(_Message, frozen=True, tag="ask-room"):
     """The group's digest: a group the plane already has needs no room."""
 
 
-class GiveUp(_Message, frozen=True, tag="give-up"):
+class GiveUp(Message, frozen=True, tag="give-up"):
     """This put no longer waits for room: it was cancelled, or the client does not know it."""
 
     ticket: int
 
 
-class Bundle(_Message, frozen=True, tag="bundle"):
+class Bundle(Message, frozen=True, tag="bundle"):
     """Several messages about puts, in order. Their payloads follow one another (`bundles.py`)."""
 
     messages: tuple[Put | Trace | AskRoom | GiveUp, ...]
@@ -423,7 +423,7 @@ class Bundle(_Message, frozen=True, tag="bundle"):
     """How many payload buffers belong to each message."""
 
 
-class AskGroups(_Message, frozen=True, tag="ask-groups"):
+class AskGroups(Message, frozen=True, tag="ask-groups"):
     """Asks what became of groups."""
 
     ticket: int
@@ -431,7 +431,7 @@ class AskGroups(_Message, frozen=True, tag="ask-groups"):
     """Their ids, at most `MAX_ASKED`."""
 
 
-class GroupStates(_Message, frozen=True, tag="group-states"):
+class GroupStates(Message, frozen=True, tag="group-states"):
     """Answers `AskGroups`."""
 
     ticket: int
@@ -439,52 +439,7 @@ class GroupStates(_Message, frozen=True, tag="group-states"):
     """State and reason of each group, in the order of the question."""
 
 
-class AttachValues(_Message, frozen=True, tag="attach-values"):
-    """Gives samples of accepted groups the values of a column that they lacked when they were put."""
-
-    ticket: int
-    column: str
-    values: dict[str, dict[str, float]]
-    """Group -> sample -> value; at most `MAX_SCORED` groups."""
-    errors: dict[str, dict[str, str]] = {}
-    """Group -> sample that could not be scored -> why."""
-
-
-class ValuesAttached(_Message, frozen=True, tag="values-attached"):
-    """Answers `AttachValues`: the values are in the log. Counts samples."""
-
-    ticket: int
-    new: int = 0
-    known: int = 0
-    """Had this value already."""
-    late: int = 0
-    """Of groups that are dropped, or trained without the value."""
-
-
-class LeaseColumns(_Message, frozen=True, tag="lease-columns"):
-    """Asks for groups that lack a column. Answered when there are some, or after a heartbeat with none."""
-
-    ticket: int
-    column: str
-    groups: int
-    """At most `MAX_SCORED`."""
-    worker: str
-    lease_s: float
-    direct: bool = False
-    """Whether the worker reads samples from storage itself. Otherwise they come with the answer."""
-
-
-class ColumnsLeased(_Message, frozen=True, tag="columns-leased"):
-    """Answers `LeaseColumns`. The payload is the samples, or empty for a worker that reads storage itself."""
-
-    ticket: int
-    leases: tuple[int, ...] = ()
-    """One for each group of the picks."""
-    picks: bytes = b""
-    """The samples that lack the column (`penstock.protocol.picks`)."""
-
-
-class Discard(_Message, frozen=True, tag="discard"):
+class Discard(Message, frozen=True, tag="discard"):
     """Counts samples that were generated and filtered out before they became a group."""
 
     ticket: int
@@ -503,7 +458,7 @@ class Discard(_Message, frozen=True, tag="discard"):
     """Their tokens."""
 
 
-class SettleGroup(_Message, frozen=True, tag="settle"):
+class SettleGroup(Message, frozen=True, tag="settle"):
     """Drops a group in quarantine, or releases it so that it waits for training again."""
 
     ticket: int
@@ -511,7 +466,7 @@ class SettleGroup(_Message, frozen=True, tag="settle"):
     drop: bool
 
 
-class SetWeight(_Message, frozen=True, tag="weight"):
+class SetWeight(Message, frozen=True, tag="weight"):
     """Sets a tenant's share of the trainer."""
 
     ticket: int
@@ -521,7 +476,7 @@ class SetWeight(_Message, frozen=True, tag="weight"):
     reason: str = ""
 
 
-class Accepted(_Message, frozen=True, tag="accepted"):
+class Accepted(Message, frozen=True, tag="accepted"):
     """The group is durable, or the decision is in the log."""
 
     ticket: int
@@ -540,21 +495,21 @@ class Accepted(_Message, frozen=True, tag="accepted"):
     """Another process was faster: a group was accepted for this task before, and this one is not kept."""
 
 
-class Missing(_Message, frozen=True, tag="missing"):
+class Missing(Message, frozen=True, tag="missing"):
     """The traced group did not arrive. It must be sent again."""
 
     put: int
     """The ticket of its put, which remains open."""
 
 
-class Room(_Message, frozen=True, tag="room"):
+class Room(Message, frozen=True, tag="room"):
     """There is room for the group of this put now: send it."""
 
     ticket: int
     policy_version: int | None = None
 
 
-class Rejected(_Message, frozen=True, tag="rejected"):
+class Rejected(Message, frozen=True, tag="rejected"):
     """The put or decision failed."""
 
     ticket: int
@@ -564,152 +519,24 @@ class Rejected(_Message, frozen=True, tag="rejected"):
     retry_after_s: float = 0.0
 
 
-class Answers(_Message, frozen=True, tag="answers"):
+class Answers(Message, frozen=True, tag="answers"):
     """Several answers to one producer."""
 
     answers: tuple[Accepted | Missing | Room | Rejected, ...]
 
 
-class Ask(_Message, frozen=True, tag="ask"):
+class Ask(Message, frozen=True, tag="ask"):
     """Asks for the plane's status."""
 
     ticket: int
 
 
-class Status(_Message, frozen=True, tag="status"):
+class Status(Message, frozen=True, tag="status"):
     """Answers `Ask`."""
 
     ticket: int
     text: bytes
     """JSON."""
-
-
-# ------------------------------------------------------------------ leases
-
-
-class Renew(_Message, frozen=True, tag="renew"):
-    """This process still works on what it leased."""
-
-    ticket: int
-    leases: tuple[int, ...]
-    """Their numbers, at most `MAX_LEASES`."""
-
-
-class Renewed(_Message, frozen=True, tag="renewed"):
-    """Answers `Renew`."""
-
-    ticket: int
-    cancelled: tuple[tuple[int, str], ...] = ()
-    """Leases whose result can no longer be used, each with the reason. The others are renewed."""
-    policy_version: int | None = None
-    """The version of the weights that was published last."""
-
-
-class GiveBack(_Message, frozen=True, tag="give-back"):
-    """Returns leases before they run out. Answered by `Accepted` or `Rejected`."""
-
-    ticket: int
-    leases: tuple[int, ...]
-    """Their numbers, at most `MAX_LEASES`. Those that ended already are ignored."""
-    reason: str = ""
-    """Why the work on them failed. Empty if it did not: the process stops, or has too many."""
-
-
-# ------------------------------------------------------------------ tasks
-
-
-class OfferPrompts(_Message, frozen=True, tag="offer-prompts"):
-    """Opens a list of prompts, or changes it. Its prompts are sent with `AddPrompts` if the plane lacks them."""
-
-    ticket: int
-    list: str
-    digest: bytes
-    """Of the list (`prompt_chunks.py`)."""
-    count: int
-    chunks: tuple[bytes, ...]
-    """Digest of each chunk in which the prompts are sent."""
-    epochs: int
-    seed: int
-    shuffle: bool
-    attempts: int
-    again: tuple[str, ...]
-    tenant: str = ""
-
-
-class PromptsOffered(_Message, frozen=True, tag="prompts-offered"):
-    """Answers `OfferPrompts`."""
-
-    ticket: int
-    missing: tuple[int, ...] = ()
-    """Chunks to send before the list is offered again. None: the list is open."""
-
-
-class AddPrompts(_Message, frozen=True, tag="add-prompts"):
-    """A chunk of an offered list. Answered by `Accepted` when it is durable, or `Rejected`."""
-
-    ticket: int
-    digest: bytes
-    """Of the list."""
-    chunk: int
-    first: int
-    """Place of the chunk's first prompt in the list."""
-    names: tuple[str, ...]
-    payloads: tuple[bytes, ...]
-
-
-class LeaseTasks(_Message, frozen=True, tag="lease-tasks"):
-    """Asks for tasks of a list. Answered when there are some, or after a heartbeat with what they wait for."""
-
-    ticket: int
-    list: str
-    count: int
-    """At most `MAX_TASKS`."""
-    worker: str
-    lease_s: float
-
-
-class LeasedTask(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A task in an answer."""
-
-    lease: int
-    group: str
-    """The id that its group must have."""
-    prompt: str
-    payload: bytes
-    epoch: int
-    attempt: int
-
-
-class TasksLeased(_Message, frozen=True, tag="tasks-leased"):
-    """Answers `LeaseTasks`."""
-
-    ticket: int
-    tasks: tuple[LeasedTask, ...] = ()
-    waiting_for: str = ""
-    """Why there are no tasks now."""
-    ended: bool = False
-    """Every task of every epoch is completed."""
-    policy_version: int | None = None
-
-
-class AskFeedback(_Message, frozen=True, tag="ask-feedback"):
-    """Asks for events: what became of groups."""
-
-    ticket: int
-    after: str = ""
-    """The cursor of the last event that the reader has. Empty: from the start."""
-    most: int = MAX_PAGE
-    wait_s: float = 0.0
-    """How long the answer may wait for an event, if there is none yet."""
-
-
-class Feedback(_Message, frozen=True, tag="feedback"):
-    """Answers `AskFeedback`."""
-
-    ticket: int
-    events: tuple[FeedbackEvent, ...]
-    newest: int
-    """The number of the newest event."""
 
 
 FromRank: TypeAlias = Hello | Request | Received | Commit | Report | Fail | Damaged | Beat | Bye

@@ -39,6 +39,14 @@ from typing import TypeAlias
 import msgspec
 
 from penstock.errors import Fenced, PeerError, PenstockError, PlaneLost
+from penstock.protocol.lease_messages import (
+    ColumnsLeased,
+    Feedback,
+    PromptsOffered,
+    Renewed,
+    TasksLeased,
+    ValuesAttached,
+)
 from penstock.protocol.message_header import NO_RUN
 from penstock.protocol.messages import (
     BEHIND,
@@ -48,27 +56,21 @@ from penstock.protocol.messages import (
     Attach,
     Attached,
     Buffer,
-    ColumnsLeased,
-    Feedback,
     Foreign,
     FromClient,
     FromPlane,
     GiveUp,
     GroupStates,
     Missing,
-    PromptsOffered,
     Pulse,
     Put,
     Refused,
     Rejected,
-    Renewed,
     Room,
     SegmentOpened,
     SignedUrls,
     Status,
-    TasksLeased,
     Trace,
-    ValuesAttached,
 )
 from penstock.protocol.retry import Contact, Failed, Out, Pending
 from penstock.protocol.rooms import NOTHING, Amount

@@ -14,7 +14,7 @@ import xxhash
 
 from penstock.arrays import MAX_TEXT
 from penstock.errors import InvalidInput
-from penstock.protocol.messages import MAX_PROMPT_BYTES
+from penstock.protocol.lease_messages import MAX_PROMPT_BYTES
 
 CHUNK_PROMPTS = 4096
 """Prompts of a chunk, at most."""
