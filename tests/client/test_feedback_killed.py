@@ -15,7 +15,7 @@ import pytest
 
 import penstock as ps
 from penstock.errors import PenstockError
-from penstock.protocol import Timeouts
+from penstock.protocol import FeedbackEvent, Timeouts
 from penstock.server import PlaneProcess
 from tests.support.groups import named_group
 from tests.support.pace import eventually
@@ -64,7 +64,7 @@ def until_done(act: Callable[[], None], failed: list[BaseException]) -> threadin
 
 @pytest.mark.timeout(600)
 def test_no_event_is_missing_or_doubled_while_plane_and_reader_are_killed(tmp_path: Path) -> None:
-    url, told = f"ipc://{tmp_path}/s", tmp_path / "told"
+    url, noted = f"ipc://{tmp_path}/s", tmp_path / "noted"
     arguments = [
         str(tmp_path / "run"),
         "--ranks=1",
@@ -91,10 +91,10 @@ def test_no_event_is_missing_or_doubled_while_plane_and_reader_are_killed(tmp_pa
             source.flush()
 
     def read() -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-c", READER, url, str(told)], env=dict(os.environ))
+        return subprocess.Popen([sys.executable, "-c", READER, url, str(noted)], env=dict(os.environ))
 
     def lines() -> list[str]:
-        return told.read_text().splitlines() if told.exists() else []
+        return noted.read_text().splitlines() if noted.exists() else []
 
     failed: list[BaseException] = []
     plane, reader = PlaneProcess(arguments), read()
@@ -121,7 +121,11 @@ def test_no_event_is_missing_or_doubled_while_plane_and_reader_are_killed(tmp_pa
         reader.wait(60)
         plane.stop(60)
     assert not failed
-    found = [line.split() for line in lines()]
+    check([line.split() for line in lines()], events)
+
+
+def check(found: list[list[str]], events: list[FeedbackEvent]) -> None:
+    """`found` is what the readers wrote down, `events` what the plane has in the end."""
     assert [int(cursor.rpartition(".")[2]) for cursor, *_ in found] == list(range(1, len(found) + 1))
     assert [cursor for cursor, *_ in found] == [event.cursor for event in events][: len(found)]
     assert Counter(event.group for event in events if event.outcome == "filtered") == Counter(DISCARDS)

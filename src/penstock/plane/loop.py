@@ -150,21 +150,25 @@ class PlaneLoop:
         self._effects = EffectRunner(
             self.engine, self.coordinator, self._pipeline, self.run_logger, self._send, self.damage
         )
+        self._begin_services()
+        self._retry_at = self._look_at = 0.0
+        self._now = self._started = time.monotonic()
+        self.failure: BaseException | None = None
+        """The exception that ended the loop, if one did."""
+
+    def _begin_services(self) -> None:
+        """Begin what answers workers beside puts: leases on prompts and columns, events, signed URLs."""
         self.leases = Leases(self.engine.recorder)
         self.tasks = TaskService(
             self.engine,
             self.leases,
             self._reply,
-            hold_s=settings.timeouts.heartbeat_s,
+            hold_s=self.settings.timeouts.heartbeat_s,
             is_training=lambda: self.coordinator.is_training,
         )
         self._readers = FeedbackReaders(self.engine)
         self._signing = UrlSigning(self.engine, self._workers, self.admission, self._effects.do)
         self._columns = ColumnLeases(self.engine, self.leases, self._workers, self.admission, self._effects.do)
-        self._retry_at = self._look_at = 0.0
-        self._now = self._started = time.monotonic()
-        self.failure: BaseException | None = None
-        """The exception that ended the loop, if one did."""
 
     @property
     def urls(self) -> list[str]:
