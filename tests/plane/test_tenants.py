@@ -19,7 +19,7 @@ from penstock.plane.settings import PlaneSettings, Replay, Target
 from penstock.plane.tenant_tables import TenantTables
 from penstock.protocol.steps import Staged
 from penstock.replay import Fifo, MinSize, Prioritized
-from tests.support.engines import DirectEngine, damage_frame
+from tests.support.engines import DirectEngine
 from tests.support.groups import named_group
 from tests.support.planes import OpenEngine, OpenPlane
 
@@ -177,19 +177,6 @@ def test_an_evicted_run_loses_what_waits_and_the_others_go_on(open_engine: OpenE
     assert again.stage_again(2).digests == planned.digests  # what was planned is served as it was
     again.share("b", 1.0)
     assert offer(again, "b9", "b") is None
-
-
-def test_a_run_whose_groups_cannot_be_packed_is_evicted(open_engine: OpenEngine) -> None:
-    engine = open_engine(shares=HALVES, target=Target(groups=2), evict_after=2)
-    fill(engine, "a", 4)
-    fill(engine, "b", 4)
-    for row in list(engine.state.rows.values()):
-        if row.run == "b":
-            damage_frame(engine, row.id)
-    assert train(engine) == {"a": 24}
-    assert engine.counts["tenants_evicted"] == 1
-    assert "2 of its groups could not be packed" in engine.tenant_tables.evicted["b"]
-    assert engine.ledger.quarantined == 4 and engine.ledger.dropped == {"evicted": 4}
 
 
 def test_evicting_a_run_that_is_not_there_says_who_is(open_engine: OpenEngine) -> None:

@@ -315,7 +315,6 @@ def _settings(rng: Random) -> PlaneSettings:
         max_held_bytes=rng.choice([4000, 1 << 20]),
         retain_eval_bytes=rng.choice([1000, 1 << 20]),
         shares={"a": 1.0, "b": 2.0} if rng.random() < 0.5 else {},
-        evict_after=rng.choice([None, 2]),
     )
 
 

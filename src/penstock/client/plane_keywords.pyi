@@ -114,8 +114,6 @@ class PlaneKeywords(TypedDict, total=False):
     snapshot_every: int
     """Decisions (groups, steps, reports) between snapshots of the plane's memory; a restart applies only the
     decisions after the last one."""
-    evict_after: int | None
-    """Groups of one tenant that no step could take, after which the tenant is evicted; none: never."""
     shares: Mapping[str, float]
     """Tenants that share the trainer, as named in their samples' `run`, each with its weight; groups of other tenants
     are rejected; empty: one table for all groups."""

@@ -368,17 +368,8 @@ class Engine:
 
     def _quarantine(self, bad: Mapping[int, str]) -> None:
         """Set aside groups that no step can be planned with, so that they do not block the others."""
-        tenants = {self.state.rows[op].run: reason for op, reason in bad.items()}
         self.recorder.decide(Quarantine(groups=dict(bad)))
         self.counts["groups_quarantined"] += len(bad)
-        for tenant in sorted(tenants.keys() & self.tenant_tables.members) if not self.settings.env_weights else ():
-            self._judge(tenant, tenants[tenant])
-
-    def _judge(self, tenant: str, error: str) -> None:
-        """Evict a tenant once `evict_after` of its groups were quarantined."""
-        limit, found = self.settings.evict_after, self.state.unpackable[tenant]
-        if limit is not None and found >= limit:
-            self.evict(tenant, f"{found} of its groups could not be packed, the last because of: {error}"[:500])
 
     def settle(self, group: str, *, drop: bool) -> None:
         """Drop a group in quarantine, or release it to wait for training again."""

@@ -260,13 +260,6 @@ class PlaneSettings:
             "only the decisions after the last one",
         ),
     ] = 20_000
-    evict_after: Annotated[
-        int | None,
-        Meta(
-            ge=1,
-            description="groups of one tenant that no step could take, after which the tenant is evicted; none: never",
-        ),
-    ] = 3
     shares: Annotated[
         dict[str, Annotated[float, Meta(gt=0)]],
         Meta(

@@ -100,8 +100,6 @@ class PlaneState:
         """Tokens of held groups."""
         self.op = 0
         """The number of the last decision."""
-        self.unpackable: Counter[str] = Counter()
-        """Quarantined groups by tenant, since the tenant was admitted."""
         self.kinds: dict[str, Counter[str]] = {}
         """Column -> kind -> number of held groups. Groups of different kinds cannot be in one step."""
         self.evaluations = Evaluations()
@@ -306,7 +304,6 @@ class PlaneState:
         elif isinstance(record, Weigh):
             self.tenant_tables.admit(record.tenant, record.weight)
             self.tasks.evict(record.tenant, is_evicted=False)
-            del self.unpackable[record.tenant]
         elif isinstance(record, EvictTenant):
             self._drop_waiting([op for op in self.late.waiting if self.rows[op].run == record.tenant], "evicted")
             self.tenant_tables.evict(record.tenant, record.reason)
@@ -360,7 +357,6 @@ class PlaneState:
             self._left.clear()
             self._finish(op, State.QUARANTINED, reason)
             self.quarantined[op] = replace(row, state=State.QUARANTINED, reason=reason)
-            self.unpackable[row.run] += 1
 
     def _release(self, row: GroupRow) -> None:
         row = replace(row, state=State.HELD, reason="")
@@ -403,7 +399,6 @@ class PlaneState:
             oldest_step=self.oldest_step,
             held_tokens=self.held_tokens,
             bytes_of=dict(self.bytes_of),
-            unpackable=dict(self.unpackable),
             rows=list(self.rows),
             quarantined=list(self.quarantined),
             last_step_of=self._last_step_of,
@@ -421,7 +416,7 @@ class PlaneState:
         self.op, self.policy_version, self.held_tokens = saved.op, saved.policy_version, saved.held_tokens
         self.next_step, self.last_step, self.oldest_step = saved.next_step, saved.last_step, saved.oldest_step
         self.ledger = Ledger.from_dict(saved.ledger)
-        self.bytes_of, self.unpackable = Counter(saved.bytes_of), Counter(saved.unpackable)
+        self.bytes_of = Counter(saved.bytes_of)
         self.rows = {row.op: row for row in log.groups_of(saved.rows)}
         self.by_id = {row.id: row.op for row in self.rows.values()}
         self.quarantined = {row.op: row for row in log.groups_of(saved.quarantined)}
