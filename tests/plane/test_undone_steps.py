@@ -87,11 +87,11 @@ def test_a_group_in_line_can_be_set_aside_and_its_run_evicted(open_engine: OpenE
         engine.put(name, name, ps.encode([s.replace(run="mine") for s in named_group(name)]))
     engine.flush()
     engine.undo_draw(drawn, {})
-    assert len(engine.tenant_tables.lines["mine"]) == 2
+    assert len(engine.tenant_tables.overflow["mine"]) == 2
     engine._quarantine({engine.state.by_id["e"]: "odd"})
-    assert [waiting.key for waiting in engine.tenant_tables.lines["mine"]] == ["f"]
+    assert [waiting.key for waiting in engine.tenant_tables.overflow["mine"]] == ["f"]
     engine.evict("mine", "enough of it")
-    assert not engine.tenant_tables.lines and engine.ledger.held == 0 and engine.ledger.dropped == {"evicted": 10}
+    assert not engine.tenant_tables.overflow and engine.ledger.held == 0 and engine.ledger.dropped == {"evicted": 10}
 
 
 def test_a_step_that_may_be_trained_is_not_undone_before_the_trainer_says_where_it_begins(

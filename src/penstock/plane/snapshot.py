@@ -29,7 +29,7 @@ class SavedTables(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     owed: dict[str, float]
     evicted: dict[str, str]
     taken: dict[str, int]
-    lines: dict[str, list[tuple[str, int, int, int, int, float, int]]] = {}
+    overflow: dict[str, list[tuple[str, int, int, int, int, float, int]]] = {}
     """Table -> key, op, bytes, tokens, policy version, priority and dispatch of the groups that queue before it."""
 
 

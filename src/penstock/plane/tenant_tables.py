@@ -16,78 +16,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from penstock.errors import ConfigError, Evicted, InvalidInput, PenstockError, UnknownKey, WaitTimeout
+from penstock.errors import Evicted, InvalidInput, PenstockError, UnknownKey, WaitTimeout
 from penstock.log import GroupRow
+from penstock.plane.fair_share import FairShare
 from penstock.plane.settings import Target, Unit
 from penstock.plane.snapshot import SavedTables
 from penstock.replay import Drawing, Key, OnEvict, Replay, Table
-
-
-class FairShare:
-    """Deficit counters: how much each name is owed.
-
-    A name that takes something is charged for it. The total taken is then credited to all names that wanted some, in
-    proportion to their weights. So each name's share follows its weight to within one or two pieces, however large the
-    pieces are, and the counters always sum to 0.
-
-    >>> shares = FairShare()
-    >>> shares.weigh("a", 3.0)
-    >>> taken = []
-    >>> for _ in range(8):
-    ...     taken.append(shares.most_owed(["a", "b"]))
-    ...     shares.charge(taken[-1], 10)
-    ...     shares.settle(["a", "b"])
-    >>> "".join(taken)
-    'abaaabaa'
-    """
-
-    def __init__(self) -> None:
-        self.weights: dict[str, float] = {}
-        """Weights other than 1."""
-        self.owed: dict[str, float] = {}
-        """How far each name is behind its share; negative if ahead."""
-
-    def weigh(self, name: str, weight: float) -> None:
-        """Set the weight of a name. The default is 1."""
-        if not 0 < weight < float("inf"):
-            raise ConfigError(f"weight of tenant {name!r}: {weight}; must be a positive number")
-        self.weights[name] = weight
-
-    def weight(self, name: str) -> float:
-        return self.weights.get(name, 1.0)
-
-    def most_owed(self, names: Iterable[str]) -> str:
-        """Return the name that is furthest behind its share; the first of equals."""
-        return max(names, key=lambda name: self.owed.get(name, 0.0) / self.weight(name))
-
-    def charge(self, name: str, amount: float) -> None:
-        self.owed[name] = self.owed.get(name, 0.0) - amount
-
-    def settle(self, names: Collection[str]) -> None:
-        """Credit the total taken to these names. The sum returns to 0, so a new name starts level with the rest.
-
-        Weights a: 3, b: 1. After a took 40: owed a = -40, b = 0, so 40 is credited, 30 to a and 10 to b: a = -10,
-        b = 10, and it is b's turn."""
-        total = sum(self.weight(name) for name in names)
-        # The counters sum to minus what was taken, plus what names that left since took with them.
-        debt = -sum(self.owed.get(name, 0.0) for name in names)
-        for name in names:
-            self.owed[name] = self.owed.get(name, 0.0) + debt * self.weight(name) / total
-
-    def forget(self, name: str) -> None:
-        """Reset the counter of a name that has nothing waiting. Its weight stays."""
-        self.owed.pop(name, None)
-
-    def copy(self) -> FairShare:
-        """Copy the counters, to try a draw."""
-        other = FairShare()
-        other.weights, other.owed = dict(self.weights), dict(self.owed)
-        return other
-
 
 _COUNTS: dict[Unit, Callable[[GroupRow], int]] = {
     "groups": lambda _row: 1,
@@ -128,7 +66,7 @@ class TenantTables:
         self.taken: Counter[str] = Counter()
         """Tokens that steps took from each tenant."""
         self.tables: dict[str, Table] = {}
-        self.lines: dict[str, list[Waiting]] = {}
+        self.overflow: dict[str, list[Waiting]] = {}
         """Table -> held groups that queue because it has no room."""
         self.given: dict[str, float] = {}
         """Priorities other than 1 of groups that are about to be inserted."""
@@ -153,7 +91,7 @@ class TenantTables:
         self.evicted[tenant] = reason
         if tenant in self.tables:
             self.tables[tenant].clear()
-        for waiting in self.lines.pop(tenant, []):
+        for waiting in self.overflow.pop(tenant, []):
             self._on_evict(waiting.key, "cleared")
 
     def key_of(self, run: str, env: str) -> str:
@@ -219,35 +157,35 @@ class TenantTables:
         priority = self.given.pop(row.id, 1.0)
         waiting = Waiting(row.id, row.op, row.size, row.tokens, policy_version, priority, dispatch)
         table = self.table(row.run)
-        if row.run not in self.lines and table.may_insert():
+        if row.run not in self.overflow and table.may_insert():
             with suppress(WaitTimeout):
                 return _insert(table, waiting)
-        self.lines.setdefault(row.run, []).append(waiting)
+        self.overflow.setdefault(row.run, []).append(waiting)
         return True
 
     def let_in(self) -> list[Key]:
         """Move queued groups into their tables while there is room. Returns the groups that became too stale."""
         stale: list[Key] = []
-        for name in sorted(self.lines):
-            line, table = self.lines[name], self.table(name)
-            while line and table.may_insert():
+        for name in sorted(self.overflow):
+            queue, table = self.overflow[name], self.table(name)
+            while queue and table.may_insert():
                 try:
-                    if not _insert(table, line[0]):
-                        stale.append(line[0].key)
+                    if not _insert(table, queue[0]):
+                        stale.append(queue[0].key)
                 except WaitTimeout:
                     break
-                line.pop(0)
-            if not line:
-                del self.lines[name]
+                queue.pop(0)
+            if not queue:
+                del self.overflow[name]
         return stale
 
     def remove(self, row: GroupRow) -> bool:
         """Remove a group from its table or queue. Returns False if it is in neither."""
-        line = self.lines.pop(row.run, [])
-        others = [waiting for waiting in line if waiting.op != row.op]
+        queue = self.overflow.pop(row.run, [])
+        others = [waiting for waiting in queue if waiting.op != row.op]
         if others:
-            self.lines[row.run] = others
-        if len(others) < len(line):
+            self.overflow[row.run] = others
+        if len(others) < len(queue):
             return True
         return self.table(row.run).remove([row.id]) > 0
 
@@ -258,10 +196,10 @@ class TenantTables:
 
     def is_waiting(self, row: GroupRow) -> bool:
         """Return whether a group is in its table or queue."""
-        return row.id in self or any(waiting.op == row.op for waiting in self.lines.get(row.run, ()))
+        return row.id in self or any(waiting.op == row.op for waiting in self.overflow.get(row.run, ()))
 
     def __len__(self) -> int:
-        return sum(map(len, self.tables.values())) + sum(map(len, self.lines.values()))
+        return sum(map(len, self.tables.values())) + sum(map(len, self.overflow.values()))
 
     def __contains__(self, key: object) -> bool:
         return any(key in table for table in self.tables.values())
@@ -269,13 +207,13 @@ class TenantTables:
     def __iter__(self) -> Iterator[Key]:
         for _, table in sorted(self.tables.items()):
             yield from table.keys()
-        for _, line in sorted(self.lines.items()):
-            yield from (waiting.key for waiting in line)
+        for _, queue in sorted(self.overflow.items()):
+            yield from (waiting.key for waiting in queue)
 
     def oldest_version(self) -> int | None:
         """Return the oldest policy version of all waiting groups, or None."""
         versions = [table.oldest_version for table in self.tables.values()]
-        versions += [waiting.policy_version for line in self.lines.values() for waiting in line]
+        versions += [waiting.policy_version for queue in self.overflow.values() for waiting in queue]
         return min((version for version in versions if version is not None), default=None)
 
     def advance(self, policy_version: int) -> None:
@@ -297,8 +235,8 @@ class TenantTables:
         how many groups fill it is known only when they are drawn. `held` is what all tables and queues hold, in the
         unit of the target."""
         if target.groups is None:
-            in_line = [look(waiting.key) for line in self.lines.values() for waiting in line]
-            apart = sum(target.measure(row.samples, row.tokens) for row in in_line)
+            queued = [look(waiting.key) for queue in self.overflow.values() for waiting in queue]
+            apart = sum(target.measure(row.samples, row.tokens) for row in queued)
             return target if held - apart >= target.amount else None
         waiting = {table_name: table for table_name, table in sorted(self.tables.items()) if len(table)}
         if len(waiting) < 2 and self.env_unit is None:
@@ -433,7 +371,7 @@ class TenantTables:
             owed=self.shares.owed,
             evicted=self.evicted,
             taken=dict(self.taken),
-            lines={name: [*line] for name, line in self.lines.items()},
+            overflow={name: [*queue] for name, queue in self.overflow.items()},
         )
 
     def load(self, saved: SavedTables) -> None:
@@ -447,7 +385,7 @@ class TenantTables:
         self.members, self.evicted, self.taken = saved.members, saved.evicted, Counter(saved.taken)
         self.shares.weights, self.shares.owed = saved.weights, saved.owed
         self._quotas = None
-        self.lines = {name: [Waiting(*waiting) for waiting in line] for name, line in saved.lines.items()}
+        self.overflow = {name: [Waiting(*waiting) for waiting in queue] for name, queue in saved.overflow.items()}
 
     # -------------------------------------------------------------- looking
 
