@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,29 @@ from penstock.arrays.ragged import freeze, same_bits
 from penstock.arrays.rollout import RolloutInfo, rollout_text
 from penstock.errors import InvalidInput, UnknownKey
 
-if TYPE_CHECKING:
-    from penstock.arrays.column_keywords import SampleColumns
+
+class TurnColumns(TypedDict, total=False):
+    """Keyword arguments of `Turn` for its other columns, so that type checkers find a misspelt one."""
+
+    temperatures: Values | None
+    advantages: Values | None
+    teacher_logprobs: Values | None
+    rl_weights: Values | None
+    ce_weights: Values | None
+    ref_kl_weights: Values | None
+    routed_experts: Values | None
+    mm_token_type_ids: Values | None
+    weight_versions: Values | None
+    sampling_mask: Values | None
+    teacher_topk_ids: Values | None
+    teacher_topk_logprobs: Values | None
+
+
+class SampleColumns(TurnColumns, total=False):
+    """The same for `Sample`. `columns.py` says what each column is; a test compares the names."""
+
+    logprobs: Values | None
+    rewards: Values | None
 
 
 class Sample:
