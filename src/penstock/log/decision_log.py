@@ -26,8 +26,17 @@ import msgspec
 from penstock.errors import Fenced
 from penstock.log.decision_records import Record, pack_record
 from penstock.log.log_reader import LogReader
-from penstock.log.log_rows import GROUP_COLUMNS, NO_KINDS, GroupRow, SegmentRow, State, group_values
-from penstock.log.outcome_rows import GroupOutcome, Summary, pack_outcome
+from penstock.log.log_rows import (
+    GROUP_COLUMNS,
+    NO_KINDS,
+    GroupOutcome,
+    GroupRow,
+    SegmentRow,
+    State,
+    Summary,
+    group_values,
+    pack_outcome,
+)
 from penstock.log.volume import Disk
 
 FORMAT = 5

@@ -10,23 +10,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from penstock.log.decision_records import Record, read_record
-from penstock.log.log_rows import SELECT_GROUPS, STATES, GroupRow, SegmentRow, State, group_row
-from penstock.log.outcome_rows import GroupOutcome, Summary, read_outcome, read_summary
-
-TABLES = (
-    "meta",
-    "groups",
-    "facts",
-    "records",
-    "discards",
-    "snapshots",
-    "steps",
-    "segments",
-    "frees",
-    "summaries",
-    "outcomes",
-    "prompts",
+from penstock.log.log_rows import (
+    SELECT_GROUPS,
+    STATES,
+    GroupOutcome,
+    GroupRow,
+    SegmentRow,
+    State,
+    Summary,
+    group_row,
+    read_outcome,
+    read_summary,
 )
+
 _SELECT_PROMPTS = "SELECT number, name, payload FROM prompts WHERE number"
 
 

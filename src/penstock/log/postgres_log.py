@@ -30,11 +30,11 @@ from psycopg import sql
 from penstock.errors import Conflict, CorruptFile, Fenced
 from penstock.log.decision_log import FORMAT, Guard, Log
 from penstock.log.finding import check_url, note_url
-from penstock.log.log_rows import State
+from penstock.log.log_rows import TABLES, State
 from penstock.log.postgres_address import lock_of, redacted, schema_of, split_run, with_run
 from penstock.log.postgres_link import Connection, PostgresLink, first_line
 from penstock.log.postgres_reader import as_sent, decoded, in_schema, table_names
-from penstock.log.postgres_schema import COLUMNS, FENCED, create_tables, migrations
+from penstock.log.postgres_schema import FENCED, TYPES, create_tables, migrations
 from penstock.log.volume import Disk
 
 logger = logging.getLogger("penstock.log")
@@ -411,6 +411,5 @@ def _marked(query: str) -> str:
 @lru_cache(maxsize=64)
 def _insertion(table: str, columns: str, known: str) -> str:
     """Return an INSERT that takes one list per column: one statement and one round trip for any number of rows."""
-    kinds = [COLUMNS[table][name] for name in columns.split(", ")]
-    lists = ", ".join(f"?::{kind}[]" for kind in kinds)
+    lists = ", ".join(f"?::{TYPES[TABLES[table][name]]}[]" for name in columns.split(", "))
     return f"INSERT INTO {table} ({columns}) SELECT * FROM unnest({lists}) {known}"  # noqa: S608 - our own names

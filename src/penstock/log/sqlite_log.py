@@ -21,7 +21,7 @@ from typing import Any
 from penstock.errors import CorruptFile, DiskFull
 from penstock.log.decision_log import FORMAT, Guard, Log
 from penstock.log.folder_lock import own, release
-from penstock.log.log_rows import COLUMNS_OF_GROUPS
+from penstock.log.log_rows import TABLES, definitions
 from penstock.log.sqlite_reader import quick_check, typed_errors
 from penstock.log.volume import Disk
 from penstock.log.witness import Witness, check_log_is_there, check_witness
@@ -32,24 +32,16 @@ TIDY_BYTES = 16 << 20
 """Bytes written to the write-ahead log before a checkpoint is due."""
 _COMMIT_BYTES = 64 << 10
 """What a commit writes beside metadata and plans: a few pages."""
-_GROUPS = ", ".join(f"{name} {column.sqlite}" for name, column in COLUMNS_OF_GROUPS.items())
-SCHEMA = f"""
-CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS groups ({_GROUPS});
-CREATE TABLE IF NOT EXISTS facts (op INTEGER PRIMARY KEY, facts BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS records (op INTEGER PRIMARY KEY, data BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS discards (name TEXT PRIMARY KEY) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS snapshots (op INTEGER PRIMARY KEY, data BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS steps (
-    step INTEGER PRIMARY KEY, op INTEGER NOT NULL, manifest BLOB NOT NULL, state INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS segments (
-    name TEXT PRIMARY KEY, writer TEXT NOT NULL, epoch INTEGER NOT NULL, sealed_at REAL NOT NULL DEFAULT 0,
-    clean INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS frees (name TEXT PRIMARY KEY) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS prompts (number INTEGER PRIMARY KEY, name TEXT NOT NULL, payload BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS summaries (op INTEGER PRIMARY KEY, data BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS outcomes (number INTEGER PRIMARY KEY, data BLOB NOT NULL);
-"""
+TYPES = {"int": "INTEGER", "small": "INTEGER", "real": "REAL", "text": "TEXT", "blob": "BLOB", "any": ""}
+
+
+def _create(table: str) -> str:
+    # Where the key is text, the table itself is ordered by it. An integer key is SQLite's own row number.
+    end = " WITHOUT ROWID" if next(iter(TABLES[table].values())) == "text" else ""
+    return f"CREATE TABLE IF NOT EXISTS {table} ({definitions(table, TYPES)}){end};"
+
+
+SCHEMA = "\n".join(map(_create, TABLES))
 
 
 class SqliteLog(Log):
