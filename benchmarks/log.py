@@ -179,7 +179,7 @@ def copy_log(source: Path, target: Path, address: str) -> None:
         connection.execute(f'SET search_path TO "{schema_of(settings.run)}"')
         for table, columns in TABLES.items():
             connection.execute(f"TRUNCATE {table}")
-            names, kinds = ", ".join(columns), columns.values()
+            names, as_text = ", ".join(columns), [kind in ("text", "any") for kind in columns.values()]
             with connection.cursor().copy(f"COPY {table} ({names}) FROM STDIN") as copy:
                 for row in had.execute(f"SELECT {names} FROM {table}"):  # noqa: S608 - our own names
                     copy.write_row(
