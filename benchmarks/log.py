@@ -182,9 +182,7 @@ def copy_log(source: Path, target: Path, address: str) -> None:
             names, as_text = ", ".join(columns), [kind in ("text", "any") for kind in columns.values()]
             with connection.cursor().copy(f"COPY {table} ({names}) FROM STDIN") as copy:
                 for row in had.execute(f"SELECT {names} FROM {table}"):  # noqa: S608 - our own names
-                    copy.write_row(
-                        [str(one) if kind in ("text", "any") else one for one, kind in zip(row, kinds, strict=True)]
-                    )
+                    copy.write_row([str(one) if text else one for one, text in zip(row, as_text, strict=True)])
         for name in ("format", "run_id", "epoch", "commits"):  # in a table of their own
             connection.execute("DELETE FROM meta WHERE name = %s", (name,))
         meta = dict(had.execute("SELECT name, value FROM meta"))

@@ -90,7 +90,7 @@ class Accounting:
     lower_bound: float
     """What no packing of these samples could go below."""
     bound_by_longest_sample: bool
-    """True when single samples keep the other ranks waiting, however they are packed."""
+    """Whether single samples keep the other ranks waiting, however they are packed."""
     path_tokens: int
     """Tokens of the costliest micro-batch of every row, padding included: they determine the step's time."""
     path_squares: int
@@ -98,9 +98,7 @@ class Accounting:
     path_patches: int
     """Image patches in those micro-batches."""
     parted_tokens: int = 0
-    """With trees: tokens with equal ids that are computed for each sample of a group, because their experts or images
-    differ.
-    """
+    """With trees: tokens with equal ids that each sample computes itself, because experts or images differ."""
     stale_samples: int = 0
     """Samples with trained tokens that were left out of the loss because they are too old."""
     stale_loss_tokens: int = 0

@@ -95,9 +95,7 @@ class Families:
 
 
 def _families(alone: NDArray[np.float64], shared_cost: NDArray[np.float64]) -> dict[str, Any]:
-    """Return starts, costs and cheapest cuts. A family begins with each sample that shares nothing with the one before
-    it.
-    """
+    """Return starts, costs and cheapest cuts. A sample that shares nothing with the one before it begins a family."""
     first = np.flatnonzero(shared_cost == 0)
     cheapest = np.minimum.reduceat(np.where(shared_cost > 0, shared_cost, np.inf), first)
     return {
@@ -214,14 +212,11 @@ class _Cutter:
             starts.append(at)
 
     def fill(self, most_cost: float, early: float) -> list[int]:
-        """Return where runs of everything start, each as long as possible, or a little shorter if less is
-        shared there.
-        """
+        """Return where runs of everything start, each as long as possible, or a little shorter to share less."""
         sums, alone, end = self._costs, self._alone, len(self._alone)
         starts, at = [0], 0
         while True:
-            # A run from `at` to `stop` costs alone[at] + sums[stop] - sums[at + 1]. Solved for sums[stop], which bisect
-            # finds.
+            # A run from `at` to `stop` costs alone[at] + sums[stop] - sums[at + 1]. bisect finds that sums[stop].
             wanted = most_cost - alone[at] + sums[at + 1]
             stop = min(max(bisect_right(sums, wanted, at + 1, end + 1) - 1, at + 1), self._limit(at, end))
             if stop >= end:
@@ -250,8 +245,7 @@ class _Cutter:
         """Return the cut up to `stop`, and not too early, across which least is shared."""
         first = max(self._nearest(at, stop, (1 - early) * even), at + 1)
         shared = self._shared[first : stop + 1]
-        # The last of equal minima, for the longest piece. shared 4 2 7 2 from place 10 to 13: reversed 2 7 2 4, index
-        # 0, so 13.
+        # The last of equal minima, for the longest piece. shared 4 2 7 2 at 10 to 13: reversed 2 7 2 4, index 0, so 13.
         return stop - shared[::-1].index(min(shared))
 
 

@@ -56,9 +56,7 @@ class _Candidate:
 def tree_rows(
     items: Items, keys: Sequence[NDArray[np.intp]], packing: Packing, trees: Trees, without_trees: Bound
 ) -> list[Row]:
-    """Return rows of at most `ranks` bins, costliest row first, like `rows_of`. `without_trees` is the least that plain
-    rows cost.
-    """
+    """Return rows of at most `ranks` bins, like `rows_of`. `without_trees` is the least that plain rows cost."""
     overhead = packing.cost.overhead
     families = [Families.of(items, ids, packing, trees) for ids in keys]
     if not any(family.shared.any() for family in families):

@@ -59,8 +59,7 @@ class Trees:
 
     def common(self, bins: Sequence[Bin]) -> tuple[list[Bin], NDArray[np.int64], NDArray[np.int64]]:
         """Return the bins, each in depth-first order, and for all their samples, bin after bin, the tokens and patches
-        that each shares with the one before it in its bin.
-        """
+        that each shares with the one before it in its bin."""
         starts = offsets_of([len(b) for b in bins])
         ids = np.array([i for b in bins for i in b], np.intp)
         bin_of = np.repeat(np.arange(len(bins)), np.diff(starts))
