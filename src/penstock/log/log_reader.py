@@ -118,9 +118,13 @@ class LogReader(ABC):
         row = self.first("SELECT COUNT(*) FROM groups WHERE location != ''")
         return 0 if row is None else int(row[0])
 
+    def select_groups(self, rest: str, values: Sequence[Any] = ()) -> list[GroupRow]:
+        """Return the groups of a query, given what follows its FROM: WHERE, ORDER BY, LIMIT."""
+        return list(map(group_row, self.rows(f"{SELECT_GROUPS} {rest}", values)))
+
     def groups_in(self, state: State) -> list[GroupRow]:
         """Return the groups recorded in a state, in order of arrival."""
-        return list(map(group_row, self.rows(f"{SELECT_GROUPS} WHERE state = ? ORDER BY op", (int(state),))))
+        return self.select_groups("WHERE state = ? ORDER BY op", (int(state),))
 
     def groups(self, *, after: int = 0) -> Iterator[GroupRow]:
         """Yield all groups accepted after decision `after`, in order."""

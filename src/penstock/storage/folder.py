@@ -37,6 +37,7 @@ from penstock.storage.interface import (
     check_wanted,
     is_segment_name,
     parse_location,
+    read_ranges,
 )
 from penstock.storage.scan import reading_file
 
@@ -113,9 +114,7 @@ class FolderStorage:
     # -------------------------------------------------------------- reading
 
     def read(self, location: str, ranges: Sequence[Range] | None = None) -> list[Buffer]:
-        at = parse_location(location)
-        with self.opened(at.segment) as file:
-            return [_pread(file, self.path(at.segment), at, one) for one in ranges or [(0, at.size)]]
+        return read_ranges(self, location, ranges)
 
     def read_into(self, wanted: Sequence[Wanted]) -> None:
         check_wanted(wanted)
@@ -277,31 +276,13 @@ def file_part(path: Path, segment: str = "") -> Part:
     return Part(str(path), size, modified_ns, partial(reading_file, path), segment)
 
 
-def _pread(file: int, path: Path, at: Location, wanted: Range) -> bytes:
-    start, end = wanted
-    if not 0 <= start <= end <= at.size:
-        raise Gone(f"{path}: bytes {start} to {end} of a frame of {at.size}")
-    try:
-        found = os.pread(file, end - start, at.offset + start)
-        while len(found) < end - start:
-            more = os.pread(file, end - start - len(found), at.offset + start + len(found))
-            if not more:
-                raise Gone(f"{path}: ends {end - start - len(found)} bytes before the frame at {at.offset} does")
-            found += more
-    except OSError as error:
-        if error.errno == errno.ESTALE:
-            raise Gone(f"{path}: {error.strerror}") from None
-        raise Away(f"{path}: {error.strerror}") from None
-    return found
-
-
 def _pread_into(file: int, path: Path, offset: int, view: memoryview) -> None:
     got = 0
     try:
         while got < len(view):
             count = os.preadv(file, [view[got:]], offset + got)
             if not count:
-                raise Gone(f"{path}: ends {len(view) - got} bytes before the bytes at {offset} do")
+                raise Gone(f"{path}: ends {len(view) - got} bytes before the {len(view)} bytes at {offset} do")
             got += count
     except OSError as error:
         if error.errno == errno.ESTALE:

@@ -36,6 +36,7 @@ from penstock.storage.interface import (
     check_wanted,
     is_segment_name,
     parse_location,
+    read_ranges,
 )
 from penstock.storage.object_ranges import OBJECT_BYTES, READ_BYTES, Fetch, fetches_for, object_name
 from penstock.storage.object_requests import (
@@ -111,14 +112,7 @@ class ObjectStorage:
     # -------------------------------------------------------------- reading
 
     def read(self, location: str, ranges: Sequence[Range] | None = None) -> list[Buffer]:
-        at = parse_location(location)
-        wanted = [(0, at.size)] if ranges is None else list(ranges)
-        if any(not 0 <= start <= end <= at.size for start, end in wanted):
-            raise Gone(f"location {location}: asked for {wanted[:4]}")
-        found = [bytearray(end - start) for start, end in wanted]
-        views = ((at, at.offset + start, memoryview(data)) for (start, _), data in zip(wanted, found, strict=True))
-        self.read_into(list(views))
-        return list(found)
+        return read_ranges(self, location, ranges)
 
     def read_into(self, wanted: Sequence[Wanted]) -> None:
         check_wanted(wanted)
