@@ -17,6 +17,7 @@ import fcntl
 import logging
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -336,33 +337,9 @@ def _typed(path: Path) -> Iterator[None]:
 
 # ------------------------------------------------------------------ is the folder shared between hosts?
 
-_SHARED = frozenset(
-    [
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb3",
-        "smbfs",
-        "9p",
-        "afs",
-        "beegfs",
-        "ceph",
-        "fuse.ceph",
-        "fuse.glusterfs",
-        "fuse.juicefs",
-        "fuse.sshfs",
-        "glusterfs",
-        "gpfs",
-        "lustre",
-        "ocfs2",
-        "gfs2",
-        "orangefs",
-        "panfs",
-        "pvfs2",
-        "virtiofs",
-        "wekafs",
-        "efs",
-    ]
+_SHARED = re.compile(
+    r"nfs4?|cifs|smb3|smbfs|9p|afs|beegfs|(fuse\.)?(ceph|glusterfs)|fuse\.(juicefs|sshfs)|gpfs|lustre|ocfs2|gfs2|orangefs|"
+    r"panfs|pvfs2|virtiofs|wekafs|efs"
 )
 """Filesystem types, as the kernel names them, on which two hosts may have the same files open."""
 
@@ -386,4 +363,4 @@ def is_shared(folder: str | Path, mounts: str | None = None) -> bool:
         # The deepest mount above the folder counts, and of two at the same place the later one, which hides the other.
         if path.is_relative_to(point) and len(point.parts) >= best:
             best, kind = len(point.parts), rest.split()[0]
-    return kind in _SHARED
+    return _SHARED.fullmatch(kind) is not None
