@@ -185,8 +185,7 @@ def _checked_offsets(lists: Ragged, where: str) -> Ragged:
 def coerce(column: Column, value: Values, where: str) -> Array:
     """Return the value as a read-only array of the column's dtype and rank. Raises rather than change a value."""
     if isinstance(value, np.ndarray) and _is_ready(column, value):
-        # A new view: setting it read-only leaves the caller's own array writable. Subclasses (memmap, matrix) are
-        # dropped.
+        # A new view: making it read-only leaves the caller's array writable. Drops subclasses (memmap, matrix).
         view = value.view(np.ndarray)
         view.flags.writeable = False
         return view

@@ -74,8 +74,7 @@ class Column(_Named, frozen=True, kw_only=True, forbid_unknown_fields=True):
     per_node: bool = False
     """Whether the value depends only on the token and those before it, so samples that share the token share the value.
     Other columns are per edge: each sample has its own value, even for a token that is computed once. Only set in the
-    table.
-    """
+    table."""
 
     def __post_init__(self) -> None:
         put = msgspec.structs.force_setattr
@@ -178,8 +177,7 @@ def _sample(name: str, dtype: str, fill: int | str, meaning: str) -> Column:
 _TEXTS = ("id", "group", "prompt", "env", "run", "mode", "rollout")
 
 # A log-softmax in float32 can round to a hair above zero; anything beyond that is not a log-probability.
-LOGPROB_SLACK = 1e-3
-_LOGPROBS: dict[str, Any] = {"nan": "untrained", "at_most": LOGPROB_SLACK}
+_LOGPROBS: dict[str, Any] = {"nan": "untrained", "at_most": 1e-3}
 
 TABLE: tuple[Column, ...] = (
     _token("token_ids", "<u4", 0, 0, "the sequence; padding takes the pad id", per_node=True),

@@ -131,8 +131,7 @@ class Sample:
         spans = tuple(images)
         check_spans(spans, len(arrays["token_ids"]), arrays.get("mm_token_type_ids"), where)
         if spans and "mm_token_type_ids" not in arrays:
-            # Without types, the image spans imply them. Coerce again, so that the new column is checked and in table
-            # order.
+            # Without types, the spans imply them. Coerce again, so that the new column is checked and in table order.
             given["mm_token_type_ids"] = types_of(spans, len(arrays["token_ids"]))
             arrays = coerce_columns(given, where, table_with(own))
         versions = arrays.get("weight_versions")
@@ -149,9 +148,7 @@ class Sample:
         images: tuple[ImageSpan, ...],
         own: Own = NO_COLUMNS,
     ) -> Sample:
-        """Build a sample from columns that were already validated. Nothing is checked or copied; arrays become
-        read-only.
-        """
+        """Build a sample from validated columns. Nothing is checked or copied; arrays become read-only."""
         sample = cls.__new__(cls)
         for values in columns.values():
             freeze(values)
@@ -219,11 +216,8 @@ class Sample:
             if np.ndim(rest["temperatures"]):
                 rest["temperatures"] = behind_prompt("temperatures", completion_temperatures)
                 rest["temperatures"][: len(prompt)] = rest["temperatures"][len(prompt) : len(prompt) + 1]
-        return cls(
-            token_ids=np.concatenate([prompt, completion]),
-            loss_mask=behind_prompt("loss_mask", trained),
-            **rest,
-        )
+        mask = behind_prompt("loss_mask", trained)
+        return cls(token_ids=np.concatenate([prompt, completion]), loss_mask=mask, **rest)
 
     @property
     def token_ids(self) -> NDArray[np.uint32]:

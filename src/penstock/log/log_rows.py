@@ -120,7 +120,7 @@ class GroupRow:
 
 
 def _declared() -> dict[str, Column]:
-    """Each field of `GroupRow` with its column, in order."""
+    """Return each field of `GroupRow` with its column, in order."""
     hints = typing.get_type_hints(GroupRow, include_extras=True)
     return {field.name: hints[field.name].__metadata__[0] for field in dataclasses.fields(GroupRow)}
 

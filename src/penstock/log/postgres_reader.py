@@ -45,9 +45,6 @@ class PostgresReader(LogReader):
     def tables(self) -> set[str]:
         return table_names(self._connection, self._schema)
 
-    def damage(self) -> str:
-        return ""
-
     def is_open(self) -> bool | None:
         row = self._connection.execute(LOCKED, (lock_of(self._schema),)).fetchone()
         return row is not None and bool(row[0])

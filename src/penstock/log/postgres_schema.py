@@ -46,7 +46,7 @@ first format in PostgreSQL was 5."""
 
 
 def migrations(found: int, wanted: int) -> list[str] | None:
-    """The statements between two formats; None where some are missing.
+    """Return the statements between two formats, or None if some are missing.
 
     >>> migrations(5, 5), migrations(2, 5)
     ([], None)

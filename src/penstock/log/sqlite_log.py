@@ -68,7 +68,7 @@ class SqliteLog(Log):
         )
         self._exclusive, self._guard = exclusive, guard
         self._witness: Witness | None = None
-        self._commits = 0
+        self.commits = 0
         self._written_bytes = 0
         """Bytes of blobs in the transaction under way."""
         self._path = ":memory:" if self.folder is None else str(self.folder / "log.sqlite")
@@ -102,9 +102,9 @@ class SqliteLog(Log):
             self._db.execute(f"PRAGMA wal_autocheckpoint={max(4 * self._wal_bytes // _PAGE, 1)}")
             self._check_format()
             self._db.executescript(SCHEMA)
-            self._commits = self.meta("commits", 0)
+            self.commits = self.meta("commits", 0)
             if self.folder is not None:
-                check_witness(self.folder, self.text("run_id"), self._commits)
+                check_witness(self.folder, self.text("run_id"), self.commits)
             # What an earlier process failed to sync may be readable from the page cache and still not be on disk.
             # A checkpoint writes and syncs all of it again.
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
@@ -133,15 +133,15 @@ class SqliteLog(Log):
         self.set_meta("format", FORMAT)
         self.set_meta("run_id", self.run_id)
         self.set_meta("epoch", self.epoch)
-        self.set_meta("commits", self._commits + 1)
+        self.set_meta("commits", self.commits + 1)
         self._db.execute("COMMIT")
         self._committed()
 
     def _committed(self) -> None:
         """Count a commit in the witness. Raises StorageError if the log's file was replaced under us."""
-        self._commits += 1
+        self.commits += 1
         if self._witness is not None:
-            self._witness.write(self.run_id, self._commits)
+            self._witness.write(self.run_id, self.commits)
 
     @property
     def used_bytes(self) -> int:
@@ -174,7 +174,7 @@ class SqliteLog(Log):
                     # our commit.
                     self.check_epoch()
                     yield
-                    self._db.execute("UPDATE meta SET value = ? WHERE name = 'commits'", (self._commits + 1,))
+                    self._db.execute("UPDATE meta SET value = ? WHERE name = 'commits'", (self.commits + 1,))
                     started = time.perf_counter()
                     self._db.execute("COMMIT")
                     synced = time.perf_counter()
@@ -212,10 +212,6 @@ class SqliteLog(Log):
 
     def current_epoch(self) -> int:
         return self.meta("epoch", 0)
-
-    @property
-    def commits(self) -> int:
-        return self._commits
 
     def _write(self, query: str, values: Sequence[Any] = ()) -> None:
         self._db.execute(query, values)

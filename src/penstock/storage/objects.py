@@ -145,7 +145,7 @@ class ObjectStorage:
             view[:] = data[start : start + len(view)]
 
     async def _size(self, name: str) -> float:
-        """Return an object's size: 0 if there is none, infinity if it cannot be told."""
+        """Return an object's size: 0 if there is none, infinity if the store does not tell."""
         import obstore
 
         try:
