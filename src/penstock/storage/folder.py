@@ -121,8 +121,8 @@ class FolderStorage:
         check_wanted(wanted)
         for segment, some in groupby(wanted, key=lambda one: one[0].segment):
             with self.opened(segment) as file:
-                for _, offset, view in some:
-                    _pread_into(file, self.path(segment), offset, view)
+                for at, offset, view in some:
+                    _pread_into(file, self.path(segment), at, offset, view)
 
     @contextmanager
     def opened(self, segment: str) -> Iterator[int]:
@@ -277,13 +277,13 @@ def file_part(path: Path, segment: str = "") -> Part:
     return Part(str(path), size, modified_ns, partial(reading_file, path), segment)
 
 
-def _pread_into(file: int, path: Path, offset: int, view: memoryview) -> None:
+def _pread_into(file: int, path: Path, at: Location, offset: int, view: memoryview) -> None:
     got = 0
     try:
         while got < len(view):
             count = os.preadv(file, [view[got:]], offset + got)
             if not count:
-                raise Gone(f"{path}: ends {len(view) - got} bytes before the {len(view)} bytes at {offset} do")
+                raise Gone(f"{path}: ends {len(view) - got} bytes before the frame at {at.offset} does")
             got += count
     except OSError as error:
         if error.errno == errno.ESTALE:
