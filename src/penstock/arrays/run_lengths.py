@@ -53,9 +53,9 @@ def decode_runs(run_values: Array, run_lengths: NDArray[np.uint32]) -> Array:
     return np.repeat(run_values, run_lengths)
 
 
-def has_few_runs(values: Array, *, starts: NDArray[np.int64] | None = None, probe: int = 4096) -> bool:
+def has_few_runs(values: Array, *, starts: NDArray[np.int64] | None = None) -> bool:
     """Guess from the start of the array whether run-length coding can pay. Pass `starts` if they are known."""
-    head = values[:probe]
+    head = values[:4096]
     if starts is None:
         bits = bit_view(head)
         runs = 1 + int(np.count_nonzero(bits[1:] != bits[:-1]))
