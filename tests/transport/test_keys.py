@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -200,24 +200,20 @@ class _Unlocked:
         self.context.term()
 
 
-def test_the_self_test_finds_a_door_that_lets_everybody_in(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [(_Unlocked, "an unknown key was accepted"), (lambda _: SocketPlane(), "without a key was accepted")],
+    ids=["any key", "no keys"],
+)
+def test_the_self_test_finds_a_socket_that_accepts_everyone(
+    make: Callable[[PlaneKeys], _Unlocked | SocketPlane], problem: str, folder: Path
+) -> None:
     keys = PlaneKeys.load(folder)
     other: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    handler, door = Guard(other, keys.allowed), _Unlocked(keys)
-    with pytest.raises(ConfigError, match="an unknown key was accepted"):
-        refuse_strangers(door.url, keys, handler)
-    door.close()
-    handler.stop()
-    other.term()
-
-
-def test_the_self_test_finds_a_door_without_curve(folder: Path) -> None:
-    keys = PlaneKeys.load(folder)
-    other: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    handler, plain = Guard(other, keys.allowed), SocketPlane()
-    with pytest.raises(ConfigError, match="without a key was accepted"):
-        refuse_strangers(plain.url, keys, handler)
-    plain.close()
+    handler, made = Guard(other, keys.allowed), make(keys)
+    with pytest.raises(ConfigError, match=problem):
+        refuse_strangers(made.url, keys, handler)
+    made.close()
     handler.stop()
     other.term()
 
