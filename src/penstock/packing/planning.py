@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from penstock.arrays import ALL_OR_NONE, APART, MODALITIES, TEXT, WEIGHTS, SampleMetadata, table_with
 from penstock.errors import InvalidInput
-from penstock.packing.accounting import Accounting, account
+from penstock.packing.accounting import Accounting, Totals, account, count_totals
 from penstock.packing.bins import Items
 from penstock.packing.cost import Cost
-from penstock.packing.denominators import Totals, count_totals
 from penstock.packing.grid import Grid, Placed, cheapest_dummy, place, planned
 from penstock.packing.rank_plan import Plan, RankPlan
 from penstock.packing.row_targets import Bound, lower_bound

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays import APART, MAX_EXTENT, MODALITIES, Column, Description, Own, Shape, own_of, table_with
 from penstock.errors import CorruptFrame
-from penstock.packing.accounting import Accounting
-from penstock.packing.denominators import Totals
+from penstock.packing.accounting import Accounting, Totals
 
 VERSION = 1
 MAX_BYTES = 4 << 30
