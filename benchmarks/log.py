@@ -169,20 +169,20 @@ def copy_log(source: Path, target: Path, address: str) -> None:
     """Copy a SQLite log that no plane has open, and its storage, to PostgreSQL: the tables are the same."""
     import psycopg
 
+    from penstock.log.log_rows import TABLES
     from penstock.log.postgres_address import schema_of
-    from penstock.log.postgres_schema import COLUMNS
 
     settings = settings_of(address, "restart")
     log = open_log(target, settings)
     assert isinstance(log, PostgresLog)
     with closing(sqlite3.connect(source / "log.sqlite")) as had, psycopg.connect(address) as connection:
         connection.execute(f'SET search_path TO "{schema_of(settings.run)}"')
-        for table, columns in COLUMNS.items():
+        for table, columns in TABLES.items():
             connection.execute(f"TRUNCATE {table}")
-            names, kinds = ", ".join(columns), columns.values()
+            names, as_text = ", ".join(columns), [kind in ("text", "any") for kind in columns.values()]
             with connection.cursor().copy(f"COPY {table} ({names}) FROM STDIN") as copy:
                 for row in had.execute(f"SELECT {names} FROM {table}"):  # noqa: S608 - our own names
-                    copy.write_row([str(one) if kind == "text" else one for one, kind in zip(row, kinds, strict=True)])
+                    copy.write_row([str(one) if text else one for one, text in zip(row, as_text, strict=True)])
         for name in ("format", "run_id", "epoch", "commits"):  # in a table of their own
             connection.execute("DELETE FROM meta WHERE name = %s", (name,))
         meta = dict(had.execute("SELECT name, value FROM meta"))

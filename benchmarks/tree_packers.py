@@ -15,10 +15,9 @@ import numpy as np
 from benchmarks.tree_cases import Case
 from penstock.packing import Packing
 from penstock.packing.bins import Bin, Items
-from penstock.packing.families import Families, cut_families
 from penstock.packing.rows import rows_of
 from penstock.packing.tree_rows import pack_pieces
-from penstock.packing.trees import Trees
+from penstock.packing.trees import Families, Trees, cut_families
 
 Packer: TypeAlias = Callable[[Case, Items, Packing], list[Bin]]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.arrays import TOKEN_COLUMNS
-from penstock.arrays.column_keywords import SampleColumns, TurnColumns
+from penstock.arrays.sample import SampleColumns, TurnColumns
 from penstock.capture.turn import TURN_COLUMNS
 
 pytestmark = pytest.mark.process

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.arrays import Ragged, Samples
 from penstock.arrays.bits import lists_of, steps_of
-from penstock.arrays.kept_sets import ascending, first_bad_set
+from penstock.arrays.coercion import ascending, first_bad_set
 from penstock.convert import to_samples
 from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames.prefixes import find_prefixes

@@ -6,7 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from penstock.log import GroupRow, Log
 from tests.support.postgres_server import PostgresServer
+
+
+def add(log: Log, op: int) -> None:
+    with log.transaction():
+        log.add_groups([(GroupRow(op, f"g{op}", bytes(16), None, 1, 1, 1, location=f"s@{op}"), b"f")])
+
+
+def ops(log: Log) -> list[int]:
+    return [row.op for row in log.groups()]
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ import pytest
 import penstock as ps
 from penstock.cli import main
 from penstock.errors import ConfigError, Conflict, CorruptFile, Fenced, LogAway
-from penstock.log import GroupRow
 from penstock.log.postgres_address import redacted, schema_of
 from penstock.log.postgres_log import PostgresLog
 from penstock.plane.settings import server_settings
@@ -21,6 +20,7 @@ from penstock.runs.read_log import read_run
 from penstock.runs.recorded_run import RecordedRun
 from penstock.runs.run_copy import RunCopy
 from penstock.runs.storage_check import check
+from tests.log.conftest import add, ops
 from tests.log.pooler import Pooler
 from tests.support.commit_cutter import CommitCutter
 from tests.support.groups import named_group
@@ -33,15 +33,6 @@ SMALL: dict[str, Any] = {"ranks": 1, "seq_len": 64, "groups_per_step": 2, "untra
 
 def name_of(path: Path) -> str:
     return f"run of {path.name}"
-
-
-def add(log: PostgresLog, op: int) -> None:
-    with log.transaction():
-        log.add_groups([(GroupRow(op, f"g{op}", bytes(16), None, 1, 1, 1, location=f"s@{op}"), b"f")])
-
-
-def ops(log: PostgresLog) -> list[int]:
-    return [row.op for row in log.groups()]
 
 
 # ------------------------------------------------------------------ by the public API

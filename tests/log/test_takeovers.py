@@ -8,25 +8,17 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import CorruptFile, Fenced, StorageError
-from penstock.log import FORMAT, GroupOutcome, GroupRow
+from penstock.log import FORMAT, GroupOutcome
 from penstock.log.postgres_address import schema_of
 from penstock.log.postgres_log import PostgresLog
 from penstock.log.postgres_schema import MIGRATIONS
+from tests.log.conftest import add, ops
 from tests.support.postgres_server import PostgresServer
 
 pytestmark = pytest.mark.process
 
 ADD_AT = "ALTER TABLE groups ADD COLUMN at double precision NOT NULL DEFAULT 0"
 ADD_CLEAN = "ALTER TABLE segments ADD COLUMN clean smallint NOT NULL DEFAULT 0"
-
-
-def add(log: PostgresLog, op: int) -> None:
-    with log.transaction():
-        log.add_groups([(GroupRow(op, f"g{op}", bytes(16), None, 1, 1, 1, location=f"s@{op}"), b"f")])
-
-
-def ops(log: PostgresLog) -> list[int]:
-    return [row.op for row in log.groups()]
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.packing.balance import polish_row, spread
-from penstock.packing.bins import Caps, Items, best_fit, halve_costliest
+from penstock.packing.bins import Caps, Items, best_fit, halve_costliest, polish_row, spread
 from penstock.packing.row_targets import forced_costs, level_rows, lower_bound
 from penstock.packing.rows import rows_of
 from penstock.packing.settings import UNLIMITED

@@ -12,7 +12,7 @@ import pytest
 
 import penstock as ps
 from penstock.errors import ConfigError, InvalidInput, StepAborted
-from penstock.packing.denominators import Denominators
+from penstock.packing.accounting import Denominators
 from penstock.train.terms import Terms
 from penstock.view import TokenExporter
 from tests.support.groups import named_group

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from penstock.replay import Freshest, Prioritized, Selector, Table, Uniform, prioritized
-from penstock.replay.importance import importance_weights
+from penstock.replay.batch import importance_weights
 from penstock.replay.sumtree import SumTree
 
 pytestmark = pytest.mark.deep

@@ -12,6 +12,7 @@ from penstock.packing import Packing
 from penstock.plane.settings import PlaneSettings, Target
 from penstock.protocol.steps import Staged
 from penstock.protocol.timeouts import Timeouts
+from penstock.runs.read_log import kept_groups, read_stored
 from tests.support.engines import DirectEngine
 from tests.support.groups import named_group
 from tests.support.pace import pace, stretched
@@ -23,6 +24,13 @@ SETTINGS: dict[str, Any] = {"ranks": 2, "seq_len": 64, "groups_per_step": 2, "ti
 def put(plane: ps.Plane, *names: str, evaluation: bool = False, **more: Any) -> None:
     for name in names:
         plane.put_frame(name, encode(named_group(name, **more)), evaluation=evaluation)
+
+
+def names_kept(folder: Path) -> list[str]:
+    """The groups whose frames are kept, each read and compared with what was put."""
+    for name, location in kept_groups(folder):
+        assert bytes(read_stored(folder, location)) == encode(named_group(name)), name
+    return [name for name, _ in kept_groups(folder)]
 
 
 def train(plane: ps.Plane, steps: int, *, version: int = 0) -> list[tuple[str, ...]]:

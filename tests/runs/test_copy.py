@@ -17,24 +17,15 @@ import pytest
 import penstock as ps
 from penstock.cli import main
 from penstock.errors import Conflict, InvalidInput, StepAborted
-from penstock.frames import encode
 from penstock.log import SqliteLog
-from penstock.runs.read_log import kept_groups, read_run, read_stored
+from penstock.runs.read_log import read_run
 from penstock.runs.recorded_run import RecordedRun
 from penstock.runs.rerunning import rerun
 from penstock.runs.run_copy import RunCopy
 from penstock.storage import FolderStorage, read_marker
-from tests.runs.conftest import SETTINGS, end, open_engine, put, put_to, step, train
+from tests.runs.conftest import SETTINGS, end, names_kept, open_engine, put, put_to, step, train
 from tests.support.engines import damage_frame
-from tests.support.groups import named_group
 from tests.support.pace import pace
-
-
-def names_in(folder: Path) -> list[str]:
-    """The groups that a folder has, each frame read and compared with what was put."""
-    for name, location in kept_groups(folder):
-        assert bytes(read_stored(folder, location)) == encode(named_group(name)), name
-    return [name for name, _ in kept_groups(folder)]
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -60,7 +51,7 @@ def test_steps_of_a_copy_made_beside_training_have_the_same_digests(tmp_path: Pa
         assert train(plane, 2, version=2) == rest
         put(plane, "a", "i", "j")  # a is known
         train(plane, 1, version=4)
-    assert names_in(run) == list("abcdefgh") and names_in(target) == list("abcdefghij")
+    assert names_kept(run) == list("abcdefgh") and names_kept(target) == list("abcdefghij")
     assert rerun(RecordedRun.open(target), tmp_path / "again").steps == 5
 
 
@@ -75,13 +66,13 @@ def test_a_copy_is_brought_up_to_date_and_frees_what_the_source_freed(tmp_path: 
         assert copy.is_behind()
         found = copy.round()
         assert found.groups == 4 and found.freed >= 2
-        assert names_in(target) == list("efgh") == names_in(run)
+        assert names_kept(target) == list("efgh") == names_kept(run)
         with pytest.raises(Conflict, match="has it open already"):
             RunCopy(run, target)
         with pytest.raises(Conflict):
             ps.open(target, **SETTINGS)
     with RunCopy(run, target) as copy:  # after the plane has ended, and from another process than before
-        assert copy.round().groups == 0 and names_in(target) == list("efgh")
+        assert copy.round().groups == 0 and names_kept(target) == list("efgh")
     with ps.open(target, retain_steps=0, **SETTINGS) as plane:
         train(plane, 2, version=2)
         assert not plane.status()["counts"].get("deletions_failed")
@@ -113,7 +104,7 @@ def test_frames_that_are_freed_while_a_copy_is_made_cost_another_look_at_the_log
     with copy:
         found = copy.round()
     assert looks == [6, 5] and found.groups == 5 and not found.damaged
-    assert names_in(tmp_path / "copy") == list("cdefg")
+    assert names_kept(tmp_path / "copy") == list("cdefg")
     end(engine)
 
 
@@ -182,7 +173,7 @@ def test_a_source_that_was_restored_from_an_older_state_takes_nothing_from_its_c
     shutil.copytree(tmp_path / "old", run)
     with RunCopy(run, target) as copy, pytest.raises(Conflict, match="restored from an older state"):
         copy.round()
-    assert names_in(target) == list("abcd")
+    assert names_kept(target) == list("abcd")
 
 
 def test_a_copy_that_was_killed_between_log_and_marker_is_repaired_by_the_next_round(tmp_path: Path) -> None:
@@ -231,7 +222,7 @@ def test_the_command_follows_a_run_beside_training(tmp_path: Path) -> None:
                 put(plane, *"cdef")
                 digests = train(plane, 2)
                 # Not by its lines: a pass that copies a commit alone prints none.
-                while names_in(target) != list("abcdef") or read_run(target)["next_step"] != 3:
+                while names_kept(target) != list("abcdef") or read_run(target)["next_step"] != 3:
                     assert process.poll() is None
                     time.sleep(0.05)
                 process.send_signal(signal.SIGINT)

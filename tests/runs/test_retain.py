@@ -15,18 +15,11 @@ from penstock.errors import DiskFull
 from penstock.frames import encode
 from penstock.log import SqliteLog
 from penstock.plane.manifest import read_manifest
-from penstock.runs.read_log import kept_groups, read_stored
-from tests.runs.conftest import SETTINGS, put, train
+from penstock.runs.read_log import kept_groups
+from tests.runs.conftest import SETTINGS, names_kept, put, train
 from tests.support.groups import named_group
 
 KEEP: dict[str, Any] = SETTINGS | {"retain_steps": 0, "retain_eval_bytes": 4096, "snapshot_every": 1}
-
-
-def names_kept(folder: Path) -> list[str]:
-    """The groups whose frames are kept, each read and compared with what was put."""
-    for name, location in kept_groups(folder):
-        assert bytes(read_stored(folder, location)) == encode(named_group(name)), name
-    return [name for name, _ in kept_groups(folder)]
 
 
 def plans_kept(folder: Path) -> list[int]:

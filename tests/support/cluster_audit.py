@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.log.postgres_schema import COLUMNS
+from penstock.log.log_rows import TABLES
 from tests.support.object_proxy import ObjectProxy
 from tests.support.postgres_server import PostgresServer
 
@@ -69,7 +69,7 @@ class Audit:
     def __init__(self, server: PostgresServer, schema: str) -> None:
         """Make the triggers; the tables of the run must be there."""
         self._server = server
-        made = "".join(_WATCH.format(schema=schema, table=table) for table in ("run", *COLUMNS))
+        made = "".join(_WATCH.format(schema=schema, table=table) for table in ("run", *TABLES))
         server.execute(_MAKE.format(schema=schema) + made)
 
     def commits(self) -> list[float]:

@@ -81,7 +81,7 @@ class KeptLog(SqliteLog):
             self._db.deserialize(self.ghost)
         found = copy.copy(self)
         found.ghost, found.sync_fails, found._guard = None, lambda: False, guard
-        found._commits = found.meta("commits", 0)
+        found.commits = found.meta("commits", 0)
         found.restart()
         return found
 
@@ -109,7 +109,7 @@ class KeptLog(SqliteLog):
         if before is not None:
             self.ghost = self.saved()
             self._db.deserialize(before)
-            self._commits -= 1
+            self.commits -= 1
             raise StorageError("simulated: the sync of a commit failed; it may or may not be on disk")
         if self.fuse is not None and self.fuse <= 0:
             raise Crash

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import InvalidInput
-from penstock.packing.denominators import Denominators
+from penstock.packing.accounting import Denominators
 from penstock.train.materialize import mask_segments
 from penstock.train.mrope import mrope_positions
 from penstock.train.tensors import checked_lengths

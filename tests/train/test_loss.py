@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidInput
-from penstock.packing.denominators import Denominators
+from penstock.packing.accounting import Denominators
 from penstock.testing import reference_loss as plain
 from penstock.testing.reference_loss import Outcome, Token
 

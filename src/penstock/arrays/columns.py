@@ -74,8 +74,7 @@ class Column(_Named, frozen=True, kw_only=True, forbid_unknown_fields=True):
     per_node: bool = False
     """Whether the value depends only on the token and those before it, so samples that share the token share the value.
     Other columns are per edge: each sample has its own value, even for a token that is computed once. Only set in the
-    table.
-    """
+    table."""
 
     def __post_init__(self) -> None:
         put = msgspec.structs.force_setattr
@@ -178,44 +177,21 @@ def _sample(name: str, dtype: str, fill: int | str, meaning: str) -> Column:
 _TEXTS = ("id", "group", "prompt", "env", "run", "mode", "rollout")
 
 # A log-softmax in float32 can round to a hair above zero; anything beyond that is not a log-probability.
-LOGPROB_SLACK = 1e-3
+_LOGPROBS: dict[str, Any] = {"nan": "untrained", "at_most": 1e-3}
 
 TABLE: tuple[Column, ...] = (
     _token("token_ids", "<u4", 0, 0, "the sequence; padding takes the pad id", per_node=True),
     _token("loss_mask", "|b1", False, False, "True where the token is trained; never on a sample's first token"),
-    _token(
-        "logprobs",
-        "<f4",
-        0.0,
-        0.0,
-        "of the sampler; 0.0 where not sampled",
-        nan="untrained",
-        at_most=LOGPROB_SLACK,
-    ),
+    _token("logprobs", "<f4", 0.0, 0.0, "of the sampler; 0.0 where not sampled", **_LOGPROBS),
     _either("temperatures", 1.0, "of the sampler", above=0.0),
     _either("advantages", 0.0, "weight of the policy gradient"),
     _either("rewards", math.nan, "NaN = none", nan="yes"),
-    _token(
-        "teacher_logprobs",
-        "<f4",
-        0.0,
-        0.0,
-        "of a teacher or reference model",
-        nan="untrained",
-        at_most=LOGPROB_SLACK,
-    ),
+    _token("teacher_logprobs", "<f4", 0.0, 0.0, "of a teacher or reference model", **_LOGPROBS),
     _token("rl_weights", "<f4", 1.0, 0.0, "weight of the policy-gradient term"),
     _token("ce_weights", "<f4", 0.0, 0.0, "weight of the cross-entropy term"),
     _token("ref_kl_weights", "<f4", 0.0, 0.0, "weight of the KL term against the reference"),
     _token(
-        "routed_experts",
-        "|u1",
-        0,
-        0,
-        "experts chosen per [layer, top_k]",
-        wider=("<u2",),
-        trailing=2,
-        per_node=True,
+        "routed_experts", "|u1", 0, 0, "experts chosen per [layer, top_k]", wider=("<u2",), trailing=2, per_node=True
     ),
     _token("mm_token_type_ids", "|u1", 0, 0, "0 text, 1 image", per_node=True),
     _token(
@@ -242,8 +218,7 @@ TABLE: tuple[Column, ...] = (
         0.0,
         "their log-probabilities under the teacher; 0.0 where not sampled",
         trailing=1,
-        nan="untrained",
-        at_most=LOGPROB_SLACK,
+        **_LOGPROBS,
     ),
     _sample("id", "str", "", "unique; later columns attach by it"),
     _sample("group", "str", "", "the group's own id, unique: the unit of replay"),

@@ -53,11 +53,9 @@ def decode_runs(run_values: Array, run_lengths: NDArray[np.uint32]) -> Array:
     return np.repeat(run_values, run_lengths)
 
 
-def has_few_runs(values: Array, *, starts: NDArray[np.int64] | None = None, probe: int = 4096) -> bool:
-    """Guess from the start of the array whether run-length coding can pay, without a full pass. Pass `starts` if they
-    are already known.
-    """
-    head = values[:probe]
+def has_few_runs(values: Array, *, starts: NDArray[np.int64] | None = None) -> bool:
+    """Guess from the start of the array whether run-length coding can pay. Pass `starts` if they are known."""
+    head = values[:4096]
     if starts is None:
         bits = bit_view(head)
         runs = 1 + int(np.count_nonzero(bits[1:] != bits[:-1]))
@@ -81,9 +79,7 @@ class MaskRuns:
     is_choppy: bool
     """Whether runs average fewer than 32 tokens, so the boolean index is used instead."""
     on: list[tuple[int, int]]
-    """(start, end) of every run of True. Empty where `is_choppy`, because the list could take more memory than the
-    columns.
-    """
+    """(start, end) of every run of True. Empty where `is_choppy`: the list could take more memory than the columns."""
     off: list[tuple[int, int]]
     """(start, end) of every run of False; empty where `is_choppy`."""
 

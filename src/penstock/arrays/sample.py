@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,29 @@ from penstock.arrays.ragged import freeze, same_bits
 from penstock.arrays.rollout import RolloutInfo, rollout_text
 from penstock.errors import InvalidInput, UnknownKey
 
-if TYPE_CHECKING:
-    from penstock.arrays.column_keywords import SampleColumns
+
+class TurnColumns(TypedDict, total=False):
+    """Keyword arguments of `Turn` for its other columns, so that type checkers find a misspelt one."""
+
+    temperatures: Values | None
+    advantages: Values | None
+    teacher_logprobs: Values | None
+    rl_weights: Values | None
+    ce_weights: Values | None
+    ref_kl_weights: Values | None
+    routed_experts: Values | None
+    mm_token_type_ids: Values | None
+    weight_versions: Values | None
+    sampling_mask: Values | None
+    teacher_topk_ids: Values | None
+    teacher_topk_logprobs: Values | None
+
+
+class SampleColumns(TurnColumns, total=False):
+    """The same for `Sample`. `columns.py` says what each column is; a test compares the names."""
+
+    logprobs: Values | None
+    rewards: Values | None
 
 
 class Sample:
@@ -110,8 +131,7 @@ class Sample:
         spans = tuple(images)
         check_spans(spans, len(arrays["token_ids"]), arrays.get("mm_token_type_ids"), where)
         if spans and "mm_token_type_ids" not in arrays:
-            # Without types, the image spans imply them. Coerce again, so that the new column is checked and in table
-            # order.
+            # Without types, the spans imply them. Coerce again, so that the new column is checked and in table order.
             given["mm_token_type_ids"] = types_of(spans, len(arrays["token_ids"]))
             arrays = coerce_columns(given, where, table_with(own))
         versions = arrays.get("weight_versions")
@@ -128,9 +148,7 @@ class Sample:
         images: tuple[ImageSpan, ...],
         own: Own = NO_COLUMNS,
     ) -> Sample:
-        """Build a sample from columns that were already validated. Nothing is checked or copied; arrays become
-        read-only.
-        """
+        """Build a sample from validated columns. Nothing is checked or copied; arrays become read-only."""
         sample = cls.__new__(cls)
         for values in columns.values():
             freeze(values)
@@ -198,11 +216,8 @@ class Sample:
             if np.ndim(rest["temperatures"]):
                 rest["temperatures"] = behind_prompt("temperatures", completion_temperatures)
                 rest["temperatures"][: len(prompt)] = rest["temperatures"][len(prompt) : len(prompt) + 1]
-        return cls(
-            token_ids=np.concatenate([prompt, completion]),
-            loss_mask=behind_prompt("loss_mask", trained),
-            **rest,
-        )
+        mask = behind_prompt("loss_mask", trained)
+        return cls(token_ids=np.concatenate([prompt, completion]), loss_mask=mask, **rest)
 
     @property
     def token_ids(self) -> NDArray[np.uint32]:

@@ -57,8 +57,7 @@ class Samples(Sequence[Sample]):
     @staticmethod
     def of(samples: Iterable[Sample], *, pieced: bool = False) -> Samples:
         """Join samples into columns. A `Samples` is returned unchanged. With `pieced`, large rows of bytes are not
-        copied, so the samples' arrays must not change while the result is in use.
-        """
+        copied, so the samples' arrays must not change while the result is in use."""
         if isinstance(samples, Samples):
             return samples
         rows = list(samples)

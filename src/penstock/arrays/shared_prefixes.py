@@ -74,8 +74,7 @@ class SharedPrefixes:
 
     def shortened(self) -> SharedPrefixes:
         """Move each parent as early as possible. Then every child shares more with its parent than the parent shares
-        with its own, so shared lengths fall on every path to the root.
-        """
+        with its own, so shared lengths fall on every path to the root."""
         return replace(self, parents=earliest_parents(self.parents, self.lengths))
 
     def depth_first(self) -> NDArray[np.intp]:

@@ -26,8 +26,17 @@ import msgspec
 from penstock.errors import Fenced
 from penstock.log.decision_records import Record, pack_record
 from penstock.log.log_reader import LogReader
-from penstock.log.log_rows import GROUP_COLUMNS, NO_KINDS, GroupRow, SegmentRow, State, group_values
-from penstock.log.outcome_rows import GroupOutcome, Summary, pack_outcome
+from penstock.log.log_rows import (
+    GROUP_COLUMNS,
+    NO_KINDS,
+    GroupOutcome,
+    GroupRow,
+    SegmentRow,
+    State,
+    Summary,
+    group_values,
+    pack_outcome,
+)
 from penstock.log.volume import Disk
 
 FORMAT = 5
@@ -48,6 +57,8 @@ class Log(LogReader):
     """Random and made with the log: tells this run from any other, even from an earlier one in the same folder."""
     epoch: int
     """The epoch this plane began by opening the log."""
+    commits: int
+    """Number of committed transactions. It counts all of them, also those without a decision (`op`)."""
     disk: Disk
     """The volume that the log shares with frames."""
     while_waiting: Callable[[], None] = staticmethod(lambda: None)
@@ -57,28 +68,20 @@ class Log(LogReader):
 
     @abstractmethod
     def transaction(self) -> AbstractContextManager[None]:
-        """Everything written in the block is durable when it ends, or nothing is. Raises Fenced once another plane has
-        the run.
-
-        Reads inside the block see what was committed before it."""
+        """Make everything written in the block durable when it ends, or nothing. Raises Fenced once another plane has
+        the run. Reads inside the block see what was committed before it."""
 
     @abstractmethod
     def current_epoch(self) -> int:
         """Return the epoch of the plane that took the log over last."""
 
     @property
-    @abstractmethod
-    def commits(self) -> int:
-        """Number of committed transactions. It counts all of them, also those without a decision (`op`)."""
-
-    @property
-    @abstractmethod
     def used_bytes(self) -> int:
-        """Bytes of the run's disk that the log itself takes."""
+        """Bytes of the run's disk that the log itself takes: none if it is in a database elsewhere."""
+        return 0
 
-    @abstractmethod
     def shrink(self) -> None:
-        """Free what disk space the log can do without."""
+        """Free what disk space the log can do without. A database elsewhere does that itself."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -10,23 +10,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from penstock.log.decision_records import Record, read_record
-from penstock.log.log_rows import SELECT_GROUPS, STATES, GroupRow, SegmentRow, State, group_row
-from penstock.log.outcome_rows import GroupOutcome, Summary, read_outcome, read_summary
-
-TABLES = (
-    "meta",
-    "groups",
-    "facts",
-    "records",
-    "discards",
-    "snapshots",
-    "steps",
-    "segments",
-    "frees",
-    "summaries",
-    "outcomes",
-    "prompts",
+from penstock.log.log_rows import (
+    SELECT_GROUPS,
+    STATES,
+    GroupOutcome,
+    GroupRow,
+    SegmentRow,
+    State,
+    Summary,
+    group_row,
+    read_outcome,
+    read_summary,
 )
+
 _SELECT_PROMPTS = "SELECT number, name, payload FROM prompts WHERE number"
 
 
@@ -42,11 +38,11 @@ class LogReader(ABC):
 
     @abstractmethod
     def tables(self) -> set[str]:
-        """Return the existing tables. Some of `TABLES` are missing if a plane was killed while creating them."""
+        """Return the existing tables. Some are missing if a plane was killed while creating them."""
 
-    @abstractmethod
     def damage(self) -> str:
         """Have the database check itself. Returns what is damaged, or "" if nothing is or it cannot tell."""
+        return ""
 
     def is_open(self) -> bool | None:
         """Return whether a plane has the log open now; None if the database does not know."""
@@ -122,9 +118,13 @@ class LogReader(ABC):
         row = self.first("SELECT COUNT(*) FROM groups WHERE location != ''")
         return 0 if row is None else int(row[0])
 
+    def select_groups(self, rest: str, values: Sequence[Any] = ()) -> list[GroupRow]:
+        """Return the groups of a query, given what follows its FROM: WHERE, ORDER BY, LIMIT."""
+        return list(map(group_row, self.rows(f"{SELECT_GROUPS} {rest}", values)))
+
     def groups_in(self, state: State) -> list[GroupRow]:
         """Return the groups recorded in a state, in order of arrival."""
-        return list(map(group_row, self.rows(f"{SELECT_GROUPS} WHERE state = ? ORDER BY op", (int(state),))))
+        return self.select_groups("WHERE state = ? ORDER BY op", (int(state),))
 
     def groups(self, *, after: int = 0) -> Iterator[GroupRow]:
         """Yield all groups accepted after decision `after`, in order."""

@@ -15,8 +15,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -37,6 +37,7 @@ logger = logging.getLogger("penstock.log")
 Connection = psycopg.Connection[tuple[Any, ...]]
 _T = TypeVar("_T")
 _LOOK_S = 0.2
+_CONNECT_S = 10.0
 _AWAY = ("08", "57P", "53300", "25006", "40001", "40P01", "55P03", "25P03")
 """SQL states, or their first characters: no connection, shutdown, too many connections, read only, try again."""
 _NO_POOLER = "connect to the server itself, not to a pooler such as PgBouncer"
@@ -211,6 +212,18 @@ def connect(address: str, where: str, *, timeout_s: float, writes: bool = True) 
         made.close()
         raise
     return made
+
+
+@contextmanager
+def connected(address: str, where: str, *, writes: bool) -> Iterator[Connection]:
+    """Connect to a log's database for as long as the block takes. Raises LogAway if it cannot be reached."""
+    try:
+        with connect(address, where, timeout_s=_CONNECT_S, writes=writes) as made:
+            yield made
+    except psycopg.Error as error:
+        if is_away(error):
+            raise LogAway(f"{where}: {first_line(error)}") from None
+        raise typed(error, where) from None
 
 
 def _check_session(made: Connection, where: str) -> None:

@@ -30,11 +30,11 @@ from psycopg import sql
 from penstock.errors import Conflict, CorruptFile, Fenced
 from penstock.log.decision_log import FORMAT, Guard, Log
 from penstock.log.finding import check_url, note_url
-from penstock.log.log_rows import State
+from penstock.log.log_rows import TABLES, State
 from penstock.log.postgres_address import lock_of, redacted, schema_of, split_run, with_run
 from penstock.log.postgres_link import Connection, PostgresLink, first_line
 from penstock.log.postgres_reader import as_sent, decoded, in_schema, table_names
-from penstock.log.postgres_schema import COLUMNS, FENCED, create_tables, migrations
+from penstock.log.postgres_schema import FENCED, TYPES, create_tables, migrations
 from penstock.log.volume import Disk
 
 logger = logging.getLogger("penstock.log")
@@ -111,7 +111,7 @@ class PostgresLog(Log):
             return
         found = self._owner(connection)
         # One more than we know: the transaction whose answer was lost with the old connection.
-        self._check_owner(found, {self._commits, self._commits + 1})
+        self._check_owner(found, {self.commits, self.commits + 1})
         self._end_session(connection, found)
         self._sign(connection, self.epoch, 0)
         self._hold(connection)
@@ -126,7 +126,7 @@ class PostgresLog(Log):
             )
         if found.commits not in commits:
             raise CorruptFile(
-                f"{self.where}: ends at transaction {found.commits}, and {self._commits} were committed: a failover or "
+                f"{self.where}: ends at transaction {found.commits}, and {self.commits} were committed: a failover or "
                 "a restore lost some; put the newest state back, or add what it lacks with `penstock storage recover`"
             )
 
@@ -146,18 +146,18 @@ class PostgresLog(Log):
         with connection.transaction():
             # Locked until it is ours: the plane before may be at work, and what it writes now would not be known here.
             self._begin_epoch(connection, self._owner(connection, "FOR UPDATE"))
-        self._commits += 1
+        self.commits += 1
         if not is_free:
             self._hold(connection)
 
     def _begin_epoch(self, connection: Connection, found: _Owner | None) -> None:
-        """In the transaction that takes the run over: all of it is done, or nothing."""
+        """Write the new owner, inside the transaction that takes the run over."""
         self.run_id = secrets.token_hex(16) if found is None else found.run_id
-        self.epoch, self._commits = (1, 0) if found is None else (found.epoch + 1, found.commits)
+        self.epoch, self.commits = (1, 0) if found is None else (found.epoch + 1, found.commits)
         if self._guard is not None:
             row = connection.execute("SELECT COUNT(*) FROM groups WHERE location != ''").fetchone()
             held = 0 if row is None else int(row[0])
-            self._guard(run_id=self.run_id, epoch=self.epoch, commits=self._commits, held=held, is_new=found is None)
+            self._guard(run_id=self.run_id, epoch=self.epoch, commits=self.commits, held=held, is_new=found is None)
         if found is None:
             # Two planes may create the run at the same time. The key allows one row, so one of them inserts nothing.
             query = "INSERT INTO run VALUES (true, %s, %s, %s, 1, 1, 0, now(), '') ON CONFLICT DO NOTHING"
@@ -187,7 +187,7 @@ class PostgresLog(Log):
             )
 
     def _migrations(self, found: int) -> list[str]:
-        """What brings a log of format `found` to this version's. Raises CorruptFile where nothing does."""
+        """Return the statements that bring a log of format `found` to this version's. Raises CorruptFile if none do."""
         statements = migrations(found, FORMAT)
         if statements is None:
             raise CorruptFile(
@@ -270,45 +270,34 @@ class PostgresLog(Log):
         finally:
             # What was looked up may have changed, also when the outcome of the commit is unknown.
             self._known, self._discarded = {}, {}
-        self._commits += 1
+        self.commits += 1
         self.on_commit(time.perf_counter() - started, f"{len(writes)} statements")
 
     def _commit(self, connection: Connection, writes: Sequence[tuple[str, Sequence[Any]]]) -> None:
         """Send a transaction. Runs on the link's thread and may be repeated."""
         try:
             with connection.pipeline(), connection.transaction():
-                connection.execute("SELECT begin_commit(%s, %s)", (self.epoch, self._commits), prepare=True)
+                connection.execute("SELECT begin_commit(%s, %s)", (self.epoch, self.commits), prepare=True)
                 for query, values in writes:
                     connection.execute(query, values, prepare=True)
         except psycopg.Error as error:
             if error.sqlstate != FENCED:
                 raise
             # Either an earlier attempt committed and its answer was lost, or the run is no longer ours.
-            self._check_owner(self._owner(connection), {self._commits + 1})
+            self._check_owner(self._owner(connection), {self.commits + 1})
 
     def move_past(self, run_id: str, *, epoch: int, commits: int) -> None:
-        """For a recovery: take this run id (unless empty), with an epoch and a number of commits past these."""
-        now = (run_id or self.run_id, max(self.epoch, epoch + 1), max(self._commits, commits) + 1)
+        """Take this run id (unless empty), with an epoch and a number of commits past these. For recoveries."""
+        now = (run_id or self.run_id, max(self.epoch, epoch + 1), max(self.commits, commits) + 1)
         query = "UPDATE run SET run_id = %s, epoch = %s, commits = %s WHERE epoch = %s AND commits = %s"
-        values = (*now, self.epoch, self._commits)
+        values = (*now, self.epoch, self.commits)
         if not self._link.run(lambda connection: connection.execute(query, values).rowcount, is_repeated=False):
             raise Fenced(f"{self.where}: another plane took the run over at the same moment; call this again")
-        self.run_id, self.epoch, self._commits = now
+        self.run_id, self.epoch, self.commits = now
 
     def current_epoch(self) -> int:
         row = self._link.run(lambda connection: connection.execute("SELECT epoch FROM run").fetchone())
         return 0 if row is None else int(row[0])
-
-    @property
-    def commits(self) -> int:
-        return self._commits
-
-    @property
-    def used_bytes(self) -> int:
-        return 0  # the database is on a disk of its own
-
-    def shrink(self) -> None:
-        """Nothing to do: the database frees space itself."""
 
     def close(self) -> None:
         _open_here.discard(self.where)
@@ -344,9 +333,6 @@ class PostgresLog(Log):
 
     def tables(self) -> set[str]:
         return self._link.run(lambda connection: table_names(connection, self._schema))
-
-    def damage(self) -> str:
-        return ""
 
     def _ordered(self, query: str, key: str, after: int) -> Iterator[tuple[Any, ...]]:
         # Page by page: reading a long run again must not hold all rows, nor keep a transaction open for minutes.
@@ -411,6 +397,5 @@ def _marked(query: str) -> str:
 @lru_cache(maxsize=64)
 def _insertion(table: str, columns: str, known: str) -> str:
     """Return an INSERT that takes one list per column: one statement and one round trip for any number of rows."""
-    kinds = [COLUMNS[table][name] for name in columns.split(", ")]
-    lists = ", ".join(f"?::{kind}[]" for kind in kinds)
+    lists = ", ".join(f"?::{TYPES[TABLES[table][name]]}[]" for name in columns.split(", "))
     return f"INSERT INTO {table} ({columns}) SELECT * FROM unnest({lists}) {known}"  # noqa: S608 - our own names

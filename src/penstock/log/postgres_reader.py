@@ -6,15 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import psycopg
 from psycopg import sql
 
-from penstock.errors import LogAway
 from penstock.log.log_reader import LogReader
 from penstock.log.postgres_address import lock_of, redacted, schema_of, split_run
-from penstock.log.postgres_link import Connection, connect, first_line, is_away, typed
+from penstock.log.postgres_link import Connection, connected
 
-_CONNECT_S = 10.0
 _OWNER = ("format", "run_id", "epoch", "commits")
 LOCKED = (
     "SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1 "
@@ -48,9 +45,6 @@ class PostgresReader(LogReader):
     def tables(self) -> set[str]:
         return table_names(self._connection, self._schema)
 
-    def damage(self) -> str:
-        return ""
-
     def is_open(self) -> bool | None:
         row = self._connection.execute(LOCKED, (lock_of(self._schema),)).fetchone()
         return row is not None and bool(row[0])
@@ -61,16 +55,10 @@ def reading_postgres(address: str) -> Iterator[PostgresReader]:
     """Read a run's log; the address ends in `#RUN`. Raises LogAway if the database cannot be reached."""
     base, run = split_run(address)
     where, schema = redacted(address), schema_of(run)
-    try:
-        # A standby or a pooler will do: nothing is written.
-        with connect(base, where, timeout_s=_CONNECT_S, writes=False) as connection:
-            connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-            in_schema(connection, schema)
-            yield PostgresReader(connection, where, schema)
-    except psycopg.Error as error:
-        if is_away(error):
-            raise LogAway(f"{where}: {first_line(error)}") from None
-        raise typed(error, where) from None
+    with connected(base, where, writes=False) as connection:  # a standby or a pooler will do: nothing is written
+        connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        in_schema(connection, schema)
+        yield PostgresReader(connection, where, schema)
 
 
 def in_schema(connection: Connection, schema: str) -> None:

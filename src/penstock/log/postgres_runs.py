@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import psycopg
 from psycopg import sql
 
-from penstock.errors import Conflict, InvalidInput, LogAway
+from penstock.errors import Conflict, InvalidInput
 from penstock.log.postgres_address import check_address, lock_of, redacted, schema_of, split_run
-from penstock.log.postgres_link import Connection, connect, first_line, is_away, typed
+from penstock.log.postgres_link import Connection, connected
 from penstock.log.postgres_reader import LOCKED
 
-_CONNECT_S = 10.0
 _SCHEMAS = "SELECT nspname FROM pg_namespace WHERE nspname LIKE 'penstock\\_%' ORDER BY nspname"
 _BYTES = "SELECT coalesce(sum(pg_total_relation_size(oid)), 0) FROM pg_class WHERE relnamespace = %s::regnamespace"
 
@@ -96,15 +95,7 @@ def _run_in(connection: Connection, schema: str) -> DatabaseRun | None:
     )
 
 
-@contextmanager
-def _connected(address: str, *, writes: bool) -> Iterator[Connection]:
+def _connected(address: str, *, writes: bool) -> AbstractContextManager[Connection]:
     base, _ = split_run(address)
     check_address(base)
-    where = redacted(base)
-    try:
-        with connect(base, where, timeout_s=_CONNECT_S, writes=writes) as connection:
-            yield connection
-    except psycopg.Error as error:
-        if is_away(error):
-            raise LogAway(f"{where}: {first_line(error)}") from None
-        raise typed(error, where) from None
+    return connected(base, redacted(base), writes=writes)

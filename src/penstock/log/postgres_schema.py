@@ -7,31 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from penstock.log.log_rows import COLUMNS_OF_GROUPS
+from penstock.log.log_rows import TABLES, definitions
 
-COLUMNS = {
-    "meta": {"name": "text", "value": "text"},
-    "groups": {name: column.postgres for name, column in COLUMNS_OF_GROUPS.items()},
-    "facts": {"op": "bigint", "facts": "bytea"},
-    "records": {"op": "bigint", "data": "bytea"},
-    "discards": {"name": "text"},
-    "snapshots": {"op": "bigint", "data": "bytea"},
-    "steps": {"step": "bigint", "op": "bigint", "manifest": "bytea", "state": "smallint"},
-    "segments": {
-        "name": "text",
-        "writer": "text",
-        "epoch": "bigint",
-        "sealed_at": "double precision",
-        "clean": "smallint",
-    },
-    "frees": {"name": "text"},
-    "prompts": {"number": "bigint", "name": "text", "payload": "bytea"},
-    "summaries": {"op": "bigint", "data": "bytea"},
-    "outcomes": {"number": "bigint", "data": "bytea"},
+TYPES = {
+    "int": "bigint",
+    "small": "smallint",
+    "real": "double precision",
+    "text": "text",
+    "blob": "bytea",
+    "any": "text",
 }
-"""Table -> column -> type. The first column of a table is its key."""
-
-_DEFAULTS = {("groups", name): column.rule for name, column in COLUMNS_OF_GROUPS.items()}
+_BY_BYTES = dict.fromkeys(("text", "any"), 'text COLLATE "C"')
 _BLOBS = {"facts": "facts", "records": "data", "snapshots": "data", "steps": "manifest"}
 FENCED = "PS001"
 """SQL state of the error that `begin_commit` raises."""
@@ -60,7 +46,7 @@ first format in PostgreSQL was 5."""
 
 
 def migrations(found: int, wanted: int) -> list[str] | None:
-    """The statements between two formats; None where some are missing.
+    """Return the statements between two formats, or None if some are missing.
 
     >>> migrations(5, 5), migrations(2, 5)
     ([], None)
@@ -76,19 +62,10 @@ def create_tables(existing: Collection[str] = ()) -> str:
 
     A log that an earlier version began lacks the tables that came since. They begin empty, so its format stays."""
     made = [] if "run" in existing else [OWNER]
-    for table, columns in COLUMNS.items():
-        if table in existing:
-            continue
-        lines = []
-        for number, (name, kind) in enumerate(columns.items()):
-            rule = "PRIMARY KEY" if not number else _DEFAULTS.get((table, name), "NOT NULL")
-            order = 'COLLATE "C"' if kind == "text" else ""
-            lines.append(f"{name} {kind} {order} {rule}")
-        made.append(f"CREATE TABLE {table} ({', '.join(lines)});")
+    for table in (name for name in TABLES if name not in existing):
+        made.append(f"CREATE TABLE {table} ({definitions(table, TYPES | _BY_BYTES)});")
         # Metadata, plans and snapshots are compressed already. EXTERNAL stores blobs as they are: compressing again
         # costs more than it saves.
         if table in _BLOBS:
             made.append(f"ALTER TABLE {table} ALTER {_BLOBS[table]} SET STORAGE EXTERNAL;")
-    if "groups" not in existing:
-        made.append("CREATE UNIQUE INDEX groups_id ON groups (id);")
     return "\n".join(made)

@@ -10,7 +10,8 @@ from itertools import islice
 from pathlib import Path
 
 from penstock.log.finding import reading, url_of
-from penstock.log.log_reader import TABLES, LogReader
+from penstock.log.log_reader import LogReader
+from penstock.log.log_rows import TABLES
 from penstock.log.sqlite_log import SCHEMA
 from penstock.log.sqlite_reader import LOG, back_up, typed_errors
 

@@ -21,7 +21,7 @@ from typing import Any
 from penstock.errors import CorruptFile, DiskFull
 from penstock.log.decision_log import FORMAT, Guard, Log
 from penstock.log.folder_lock import own, release
-from penstock.log.log_rows import COLUMNS_OF_GROUPS
+from penstock.log.log_rows import TABLES, definitions
 from penstock.log.sqlite_reader import quick_check, typed_errors
 from penstock.log.volume import Disk
 from penstock.log.witness import Witness, check_log_is_there, check_witness
@@ -32,24 +32,16 @@ TIDY_BYTES = 16 << 20
 """Bytes written to the write-ahead log before a checkpoint is due."""
 _COMMIT_BYTES = 64 << 10
 """What a commit writes beside metadata and plans: a few pages."""
-_GROUPS = ", ".join(f"{name} {column.sqlite}" for name, column in COLUMNS_OF_GROUPS.items())
-SCHEMA = f"""
-CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS groups ({_GROUPS});
-CREATE TABLE IF NOT EXISTS facts (op INTEGER PRIMARY KEY, facts BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS records (op INTEGER PRIMARY KEY, data BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS discards (name TEXT PRIMARY KEY) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS snapshots (op INTEGER PRIMARY KEY, data BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS steps (
-    step INTEGER PRIMARY KEY, op INTEGER NOT NULL, manifest BLOB NOT NULL, state INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS segments (
-    name TEXT PRIMARY KEY, writer TEXT NOT NULL, epoch INTEGER NOT NULL, sealed_at REAL NOT NULL DEFAULT 0,
-    clean INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS frees (name TEXT PRIMARY KEY) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS prompts (number INTEGER PRIMARY KEY, name TEXT NOT NULL, payload BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS summaries (op INTEGER PRIMARY KEY, data BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS outcomes (number INTEGER PRIMARY KEY, data BLOB NOT NULL);
-"""
+TYPES = {"int": "INTEGER", "small": "INTEGER", "real": "REAL", "text": "TEXT", "blob": "BLOB", "any": ""}
+
+
+def _create(table: str) -> str:
+    # Where the key is text, the table itself is ordered by it. An integer key is SQLite's own row number.
+    end = " WITHOUT ROWID" if next(iter(TABLES[table].values())) == "text" else ""
+    return f"CREATE TABLE IF NOT EXISTS {table} ({definitions(table, TYPES)}){end};"
+
+
+SCHEMA = "\n".join(map(_create, TABLES))
 
 
 class SqliteLog(Log):
@@ -76,7 +68,7 @@ class SqliteLog(Log):
         )
         self._exclusive, self._guard = exclusive, guard
         self._witness: Witness | None = None
-        self._commits = 0
+        self.commits = 0
         self._written_bytes = 0
         """Bytes of blobs in the transaction under way."""
         self._path = ":memory:" if self.folder is None else str(self.folder / "log.sqlite")
@@ -110,9 +102,9 @@ class SqliteLog(Log):
             self._db.execute(f"PRAGMA wal_autocheckpoint={max(4 * self._wal_bytes // _PAGE, 1)}")
             self._check_format()
             self._db.executescript(SCHEMA)
-            self._commits = self.meta("commits", 0)
+            self.commits = self.meta("commits", 0)
             if self.folder is not None:
-                check_witness(self.folder, self.text("run_id"), self._commits)
+                check_witness(self.folder, self.text("run_id"), self.commits)
             # What an earlier process failed to sync may be readable from the page cache and still not be on disk.
             # A checkpoint writes and syncs all of it again.
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
@@ -141,15 +133,15 @@ class SqliteLog(Log):
         self.set_meta("format", FORMAT)
         self.set_meta("run_id", self.run_id)
         self.set_meta("epoch", self.epoch)
-        self.set_meta("commits", self._commits + 1)
+        self.set_meta("commits", self.commits + 1)
         self._db.execute("COMMIT")
         self._committed()
 
     def _committed(self) -> None:
         """Count a commit in the witness. Raises StorageError if the log's file was replaced under us."""
-        self._commits += 1
+        self.commits += 1
         if self._witness is not None:
-            self._witness.write(self.run_id, self._commits)
+            self._witness.write(self.run_id, self.commits)
 
     @property
     def used_bytes(self) -> int:
@@ -182,7 +174,7 @@ class SqliteLog(Log):
                     # our commit.
                     self.check_epoch()
                     yield
-                    self._db.execute("UPDATE meta SET value = ? WHERE name = 'commits'", (self._commits + 1,))
+                    self._db.execute("UPDATE meta SET value = ? WHERE name = 'commits'", (self.commits + 1,))
                     started = time.perf_counter()
                     self._db.execute("COMMIT")
                     synced = time.perf_counter()
@@ -220,10 +212,6 @@ class SqliteLog(Log):
 
     def current_epoch(self) -> int:
         return self.meta("epoch", 0)
-
-    @property
-    def commits(self) -> int:
-        return self._commits
 
     def _write(self, query: str, values: Sequence[Any] = ()) -> None:
         self._db.execute(query, values)

@@ -1,12 +1,11 @@
 from penstock.arrays.sample_metadata import SampleMetadata as SampleMetadata
 from penstock.packing.accounting import Accounting as Accounting
 from penstock.packing.accounting import Counts as Counts
-from penstock.packing.assignment import assign as assign
+from penstock.packing.accounting import Denominators as Denominators
+from penstock.packing.accounting import Totals as Totals
 from penstock.packing.block_pool import BlockPool as BlockPool
 from penstock.packing.cost import Cost as Cost
 from penstock.packing.cost import Observation as Observation
-from penstock.packing.denominators import Denominators as Denominators
-from penstock.packing.denominators import Totals as Totals
 from penstock.packing.filling import bytes_needed as bytes_needed
 from penstock.packing.filling import fill as fill
 from penstock.packing.forest import Forest as Forest
@@ -14,6 +13,7 @@ from penstock.packing.forest import grow as grow
 from penstock.packing.forest import positions_of as positions_of
 from penstock.packing.micro_batch import MicroBatch as MicroBatch
 from penstock.packing.micro_batch import Segments as Segments
+from penstock.packing.planning import assign as assign
 from penstock.packing.planning import check_columns as check_columns
 from penstock.packing.planning import plan as plan
 from penstock.packing.rank_plan import Plan as Plan

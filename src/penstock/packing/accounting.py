@@ -1,10 +1,15 @@
-"""The accounts of a step: every token, sample and micro-batch, counted from the plan that is carried out.
+"""What a step counts: the denominators of its loss, and the accounts of every token, sample and micro-batch.
 
-Nothing is estimated from a first micro-batch or a configured size. `Accounting.check` states how the numbers must add
-up; the tests run it on every plan they make.
+**Denominators** are what a loss is divided by, counted over all ranks and all micro-batches. A loss averaged per
+micro-batch or per rank changes with the packing. Summed and divided by these numbers it does not: any cap, any number
+of ranks and any order gives the same loss and the same gradient. In a step without trained tokens these are zero and
+`per_loss_token` is 0, so that a loss of 0 stays 0 instead of becoming NaN.
 
-    input = packed + truncated + dropped + stale  for trained tokens; for tokens without stale
-    computed = tokens - shared + padding + dummies         for each rank, and in total
+**Accounts** are counted from the plan that is carried out. Nothing is estimated from a first micro-batch or a
+configured size. `Accounting.check` states how the numbers must add up; the tests run it on every plan they make.
+
+    input = packed + truncated + dropped + stale      trained tokens; for all tokens, without stale
+    computed = tokens - shared + padding + dummies    for each rank, and in total
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.arrays import SampleMetadata
 
@@ -24,6 +30,69 @@ if TYPE_CHECKING:  # a rank reads an accounting, and must not load the planner
     from penstock.packing.grid import Grid, Placed
     from penstock.packing.row_targets import Bound
     from penstock.packing.settings import Packing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denominators:
+    loss_tokens: int = 0
+    """Trained tokens."""
+    samples: int = 0
+    groups: int = 0
+    """Distinct groups; a sample without one counts as its own group."""
+    rl_tokens: int = 0
+    """Trained tokens with a weight in the policy-gradient term."""
+    ce_tokens: int = 0
+    """Trained tokens with a weight in the cross-entropy term."""
+    ref_kl_tokens: int = 0
+    """Trained tokens with a weight in the KL term against the reference."""
+
+    @property
+    def per_loss_token(self) -> float:
+        """1 / loss_tokens, or 0 when nothing is trained."""
+        return 1.0 / self.loss_tokens if self.loss_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    step: Denominators
+    """Of everything packed."""
+    modes: dict[str, Denominators]
+    """Of each training mode (rl, opd, sft) present."""
+    tenants: dict[str, Denominators]
+    """Of each tenant present, by the samples' `run`."""
+
+
+def count_totals(metadata: SampleMetadata, packed: NDArray[np.intp]) -> Totals:
+    """Count the denominators of the packed samples."""
+    step = _counted(metadata, packed)
+
+    def split(values: Sequence[str]) -> dict[str, Denominators]:
+        own = [values[i] for i in packed.tolist()]
+        names = sorted(set(own))
+        if len(names) == 1:
+            return {names[0]: step}
+        return {name: _counted(metadata, packed[[value == name for value in own]]) for name in names}
+
+    return Totals(step=step, modes=split(metadata.mode), tenants=split(metadata.run))
+
+
+def _counted(metadata: SampleMetadata, rows: NDArray[np.intp]) -> Denominators:
+    picked = rows.tolist()
+    groups = list(map(metadata.group.__getitem__, picked))
+    named = set(zip(map(metadata.run.__getitem__, picked), groups, strict=True))
+    alone = groups.count("")
+    terms = metadata.term_tokens[rows].sum(axis=0).tolist()
+    return Denominators(
+        loss_tokens=int(metadata.kept_loss_tokens[rows].sum()),
+        samples=len(rows),
+        groups=sum(bool(group) for _, group in named) + alone,
+        rl_tokens=terms[0],
+        ce_tokens=terms[1],
+        ref_kl_tokens=terms[2],
+    )
+
+
+# ------------------------------------------------------------------ accounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +159,7 @@ class Accounting:
     lower_bound: float
     """What no packing of these samples could go below."""
     bound_by_longest_sample: bool
-    """True when single samples keep the other ranks waiting, however they are packed."""
+    """Whether single samples keep the other ranks waiting, however they are packed."""
     path_tokens: int
     """Tokens of the costliest micro-batch of every row, padding included: they determine the step's time."""
     path_squares: int
@@ -98,9 +167,7 @@ class Accounting:
     path_patches: int
     """Image patches in those micro-batches."""
     parted_tokens: int = 0
-    """With trees: tokens with equal ids that are computed for each sample of a group, because their experts or images
-    differ.
-    """
+    """With trees: tokens with equal ids that each sample computes itself, because experts or images differ."""
     stale_samples: int = 0
     """Samples with trained tokens that were left out of the loss because they are too old."""
     stale_loss_tokens: int = 0

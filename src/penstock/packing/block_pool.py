@@ -8,9 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGE_BYTES = 32 << 20
-"""Blocks of at least this size are kept. The C library reuses smaller ones by itself, but only if they are freed: it
-learns from freed blocks not to ask the kernel.
-"""
+"""Blocks of at least this size are kept. The C library reuses smaller ones by itself, once they are freed."""
 _MOST = 8
 """Blocks that are kept: a step takes one, and one more for each column with trailing dimensions."""
 _ALONE = 3

@@ -105,8 +105,7 @@ class _Layout:
 def fill(
     samples: Samples, rank_plan: RankPlan, *, out: NDArray[np.uint8] | None = None, pool: BlockPool | None = None
 ) -> list[MicroBatch]:
-    """Return the micro-batches of one rank, from all samples of the step or (`rank_plan.relative()`) from the rank's
-    own.
+    """Return the micro-batches of one rank, from all samples of the step or from the rank's own (`relative()`).
 
     `out` is memory to fill, at least `bytes_needed(rank_plan)`; its old content is overwritten. Without it, memory
     comes from `pool` or is allocated, once for all columns: a large block gets huge pages, which makes touching it for
@@ -162,9 +161,7 @@ def bytes_needed(rank_plan: RankPlan) -> int:
 
 
 def _dtypes(rank_plan: RankPlan) -> dict[str, np.dtype[Any]]:
-    """Return the dtypes of the columns in order. Positions are int64, which models index with, so no copy is needed
-    later.
-    """
+    """Return the dtypes of the columns, in order. Positions are int64, because models index with that."""
     table = rank_plan.table
     gathered = {name: table[name].numpy for name in rank_plan.columns if _is_flat(table[name])}
     return {**gathered, "position_ids": np.dtype(np.int64)}
@@ -346,9 +343,7 @@ def _lists(layout: _Layout, a: int, b: int) -> dict[str, Ragged]:
 
 
 def _shaped_rows(layout: _Layout, m: int, a: int, b: int, *, nodes: bool) -> dict[str, Array]:
-    """Return the rows of micro-batch m, which has segments a to b. Without `nodes`, skip those that its forest
-    holds.
-    """
+    """Return the rows of micro-batch m, segments a to b. Without `nodes`, skips columns that its forest holds."""
     rank_plan = layout.rank_plan
     table, found = rank_plan.table, {}
     for column in (table[name] for name in rank_plan.columns if table[name].trailing):

@@ -149,8 +149,7 @@ class Forest:
 
 
 def places_of(lengths: NDArray[Any], shared: NDArray[Any]) -> NDArray[np.int64]:
-    """Return [T], the place of each token of samples in depth-first order, from what each shares with the one before
-    it.
+    """Return [T], the place of each token of samples in depth-first order. `shared`: with the sample before.
 
     >>> places_of(np.array([5, 5, 3]), np.array([0, 3, 2])).tolist()
     [0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 0, 1, 7]

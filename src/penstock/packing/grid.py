@@ -51,44 +51,35 @@ Grid: TypeAlias = list[list[Placed]]
 def planned(
     metadata: SampleMetadata, items: Items, bins: Sequence[Bin], packing: Packing, trees: Trees | None = None
 ) -> list[Placed]:
-    """Return the micro-batches of these bins."""
+    """Return the micro-batches of these bins. With `trees`, tokens that samples of a bin share count once."""
+    shared = patches = np.zeros(sum(map(len, bins)), np.int64)
     if trees is not None:
-        return _planned_trees(metadata, items, bins, packing, trees)
+        bins, shared, patches = trees.common(bins)
     ids = np.array([i for b in bins for i in b], np.intp)
     starts = offsets_of([len(b) for b in bins])[:-1]
     tokens = np.add.reduceat(items.length_array[ids], starts)
-    padded = -(-tokens // packing.pad_to_multiple_of) * packing.pad_to_multiple_of
+    # Three samples of 5, 5 and 3 tokens that share 0, 3 and 2 compute 13 - 5 = 8. Padding is added to those 8.
+    computed = tokens - np.add.reduceat(shared, starts)
+    padded = -(-computed // packing.pad_to_multiple_of) * packing.pad_to_multiple_of
     costs = np.add.reduceat(items.cost_array[ids], starts)
-    costs += packing.cost.overhead + packing.cost.of_samples(padded - tokens)
+    costs += packing.cost.overhead + packing.cost.of_samples(padded - computed)
+    if trees is not None:
+        costs -= np.add.reduceat(packing.cost.of_samples(shared, patches), starts)
     modality = np.maximum.reduceat(metadata.modality[ids], starts)
-    columns = (tokens.tolist(), padded.tolist(), costs.tolist(), modality.tolist())
+    columns = (tokens.tolist(), padded.tolist(), costs.tolist(), modality.tolist(), (tokens - computed).tolist())
     return [
-        Placed(samples=sorted(b), tokens=t, padded=p, cost=c, dummy=False, modality=m, tenant=metadata.run[b[0]])
-        for b, t, p, c, m in zip(bins, *columns, strict=True)
+        Placed(
+            samples=b if saved else sorted(b),
+            tokens=t,
+            padded=p,
+            cost=c,
+            dummy=False,
+            modality=m,
+            tenant=metadata.run[b[0]],
+            shared=tuple(shared[start : start + len(b)].tolist()) if saved else (),
+        )
+        for b, start, t, p, c, m, saved in zip(bins, starts.tolist(), *columns, strict=True)
     ]
-
-
-def _planned_trees(
-    metadata: SampleMetadata, items: Items, bins: Sequence[Bin], packing: Packing, trees: Trees
-) -> list[Placed]:
-    """Do what `planned` does where samples may share tokens."""
-    out = []
-    bins, shared, patches = trees.common(bins)
-    ends = offsets_of([len(b) for b in bins]).tolist()
-    saved = packing.cost.of_samples(shared, patches)
-    for b, placed in enumerate(planned(metadata, items, bins, packing)):
-        own = slice(ends[b], ends[b + 1])
-        if not shared[own].any():
-            out.append(placed)
-            continue
-        # Three samples of 5, 5 and 3 tokens that share 0, 3 and 2 compute 13 - 5 = 8. Padding is added to those 8, and
-        # its cost replaces that of the padding that `planned` added to 13.
-        padded = packing.padded(placed.tokens - int(shared[own].sum()))
-        padding = padded - placed.tokens + int(shared[own].sum())
-        before = float(packing.cost.of_samples(np.array(placed.padding)))
-        cost = placed.cost - before + float(packing.cost.of_samples(np.array(padding))) - float(saved[own].sum())
-        out.append(replace(placed, samples=bins[b], padded=padded, cost=cost, shared=tuple(shared[own].tolist())))
-    return out
 
 
 def cheapest_dummy(metadata: SampleMetadata, ids: NDArray[np.intp], packing: Packing) -> Placed:

@@ -37,7 +37,7 @@ from penstock.notebook import html_table
 from penstock.packing.forest import Forest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Segment:
     """One sample's place in a micro-batch."""
 
@@ -66,47 +66,29 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """The sample of each segment, one entry per sample. Padding and dummies are not included."""
+    """The fields of `Segment` as columns, one entry per sample. Padding and dummies are not included."""
 
     ids: tuple[str, ...]
     groups: tuple[str, ...]
     prompts: tuple[str, ...]
-    """The prompts' names; empty where not given."""
     envs: tuple[str, ...]
     modes: tuple[str, ...]
     rollouts: tuple[str, ...]
-    """Metrics, outcome and roles of each rollout as JSON; may be empty."""
     policy_versions: NDArray[np.int64]
     """-1 = not known."""
     source_offsets: NDArray[np.int64]
-    """First token taken from the sample."""
     offsets: NDArray[np.int64]
-    """Where each begins in the micro-batch."""
     lengths: NDArray[np.int64]
-    """How many tokens were taken."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __iter__(self) -> Iterator[Segment]:
         """One `Segment` per sample, in the order of their tokens."""
-        text = (self.ids, self.groups, self.prompts, self.envs, self.modes, self.rollouts)
-        numbers = (self.policy_versions, self.source_offsets, self.offsets, self.lengths)
-        for names, counts in zip(
-            zip(*text, strict=True), zip(*(n.tolist() for n in numbers), strict=True), strict=True
-        ):
-            yield Segment(
-                id=names[0],
-                group=names[1],
-                prompt=names[2],
-                env=names[3],
-                mode=names[4],
-                rollout=names[5],
-                policy_version=known(counts[0]),
-                source_offset=counts[1],
-                offset=counts[2],
-                length=counts[3],
-            )
+        texts = (self.ids, self.groups, self.prompts, self.envs, self.modes, self.rollouts)
+        versions = map(known, self.policy_versions.tolist())
+        numbers = (n.tolist() for n in (self.source_offsets, self.offsets, self.lengths))
+        return map(Segment, *texts, versions, *numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,11 +107,10 @@ class MicroBatch:
     run: str
     """The tenant of its samples; one per micro-batch."""
     is_dummy: bool
-    """True when it only keeps the ranks in step: no sample, no loss."""
+    """Whether it only keeps the ranks in step: no sample, no loss."""
     forest: Forest | None = None
     """How its samples share tokens; None where they share none, or where trees are off. With a forest, routed_experts
-    are only there, and `batch["routed_experts"]` gathers them: repeated for every sample they would be large.
-    """
+    are only there, and `batch["routed_experts"]` gathers them: repeated for every sample they would be large."""
 
     def __getitem__(self, name: str) -> Cells:
         if self.forest is not None and name not in self.columns and name in self.forest.columns:

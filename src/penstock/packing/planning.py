@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from penstock.arrays import ALL_OR_NONE, APART, MODALITIES, TEXT, WEIGHTS, SampleMetadata, table_with
 from penstock.errors import InvalidInput
-from penstock.packing.accounting import Accounting, account
+from penstock.packing.accounting import Accounting, Totals, account, count_totals
 from penstock.packing.bins import Items
-from penstock.packing.denominators import Totals, count_totals
+from penstock.packing.cost import Cost
 from penstock.packing.grid import Grid, Placed, cheapest_dummy, place, planned
 from penstock.packing.rank_plan import Plan, RankPlan
 from penstock.packing.row_targets import Bound, lower_bound
@@ -176,3 +176,34 @@ def _rank_plan(
         accounting=accounting,
         oldest_version=metadata.oldest_version,
     )
+
+
+def assign(
+    lengths: Sequence[int] | NDArray[np.integer], *, ranks: int, cap: int, cost: Cost | None = None
+) -> list[list[list[int]]]:
+    """Assign sequences to micro-batches of at most `cap` tokens. Returns indices: `result[rank][micro_batch]`.
+
+    This is the packer on its own, for trainers that keep their own samples and tensors.
+
+    Every rank gets the same number of micro-batches, and each index appears once. Ranks that meet at every micro-batch
+    wait as little as the lengths allow. A micro-batch may be empty where there is not enough to share. `cost` is the
+    time model (default: linear in tokens plus attention). A length above `cap` raises `InvalidInput`.
+
+    >>> assign([5, 3, 2, 6], ranks=2, cap=8)
+    [[[2, 3]], [[0, 1]]]
+    """
+    tokens = _checked_lengths(lengths, cap)
+    made = plan(SampleMetadata.of_lengths(tokens), Packing(ranks=ranks, seq_len=cap, cost=cost or Cost()))
+    return [
+        [part.order[part.starts[m] : part.starts[m + 1]].tolist() for m in range(len(part))] for part in made.rank_plans
+    ]
+
+
+def _checked_lengths(lengths: Sequence[int] | NDArray[np.integer], cap: int) -> NDArray[np.int64]:
+    found = np.asarray(lengths)
+    if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
+        raise InvalidInput(f"lengths: {found.dtype} of shape {list(found.shape)}; give one whole number per sequence")
+    tokens = found.astype(np.int64)
+    for at in np.flatnonzero((tokens < 1) | (tokens > cap))[:1]:
+        raise InvalidInput(f"lengths[{at}]: {tokens[at]}; must be from 1 to cap = {cap}; cut the sequence or raise cap")
+    return tokens

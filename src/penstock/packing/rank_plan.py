@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays import APART, MAX_EXTENT, MODALITIES, Column, Description, Own, Shape, own_of, table_with
 from penstock.errors import CorruptFrame
-from penstock.packing.accounting import Accounting
-from penstock.packing.denominators import Totals
+from penstock.packing.accounting import Accounting, Totals
 
 VERSION = 1
 MAX_BYTES = 4 << 30
@@ -134,8 +133,7 @@ class RankPlan:
     @staticmethod
     def from_bytes(data: bytes | memoryview, *, max_tokens: int = MAX_TOKENS, max_bytes: int = MAX_BYTES) -> RankPlan:
         """Decode a rank plan. Allocates nothing larger than `data`. `fill` will build at most `max_tokens` from it, and
-        at most `max_bytes` of a column that no sample has.
-        """
+        at most `max_bytes` of a column that no sample has."""
         try:
             wire = _READ.decode(data)
             rank_plan = RankPlan(
@@ -230,9 +228,7 @@ def _check(rank_plan: RankPlan, version: int) -> None:
 
 
 def _check_shared(rank_plan: RankPlan) -> None:
-    """Check that a segment shares at most what it and the one before it have; the first of a micro-batch shares
-    nothing.
-    """
+    """Check that segments share at most what both have, and that the first of a micro-batch shares nothing."""
     before = np.concatenate(([0], rank_plan.cuts[:-1]))[: len(rank_plan.cuts)]
     before[rank_plan.starts[:-1][np.diff(rank_plan.starts) > 0]] = 0
     shared, dummies = rank_plan.shared, np.repeat(rank_plan.dummy, np.diff(rank_plan.starts))

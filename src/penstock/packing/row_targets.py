@@ -77,9 +77,8 @@ class Bound:
     """Lower bound on the sum over rows of the costliest micro-batch, without overhead."""
     rows: int
     by_longest: bool
-    """True when the rows' unavoidable samples alone cost more than an even share of everything. Then no packing helps,
-    only a shorter longest sample, fewer ranks, or splitting a sample over ranks.
-    """
+    """Whether the rows' unavoidable samples alone cost more than an even share of everything. Then no packing helps,
+    only a shorter longest sample, fewer ranks, or splitting a sample over ranks."""
     work: float
     """Cost of what must be computed at least once, on any rank."""
 

@@ -1,5 +1,4 @@
-"""Pack samples of one class into rows: one micro-batch per rank, of similar cost, in hardly more rows than the caps
-need.
+"""Packs samples of one class into rows: one micro-batch per rank, of similar cost, in few rows.
 
 A step waits for the costliest micro-batch of every row, so the planner minimizes the sum over rows of that maximum.
 
@@ -7,11 +6,11 @@ A step waits for the costliest micro-batch of every row, so the planner minimize
    what the lengths demand, and where that leaves little room, what best fit decreasing needs.
 2. Give spare bins of the last row to the keys with the costliest average bin: splitting is better than a dummy.
 3. Give each row a target cost (`row_targets.level_rows`), and spread the samples over the bins towards it
-   (`balance.spread`).
+   (`bins.spread`).
 4. A key whose caps are too tight for that keeps its best-fit bins, with the costliest halved.
 5. Sort the bins by cost and cut them into rows of R. For given bins no arrangement has a lower sum of maxima, because
    the k-th costliest row cannot cost less than the ((k - 1) R + 1)-th costliest bin.
-6. Where bins hold many samples, even out each row by exchanges (`balance.polish_row`).
+6. Where bins hold many samples, even out each row by exchanges (`bins.polish_row`).
 7. If the rows are still above their targets, try the same with a few more rows and keep the cheaper plan.
 
 Bins of cost 9 7 4 3 on R = 2 ranks: rows (9 7) and (4 3) cost 9 + 4 = 13. Rows (9 3) and (7 4) would cost 16.
@@ -28,8 +27,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.packing.balance import ENOUGH_PER_BIN, polish_row, spread
-from penstock.packing.bins import Bin, Items, best_fit, halve_costliest
+from penstock.packing.bins import ENOUGH_PER_BIN, Bin, Items, best_fit, halve_costliest, polish_row, spread
 from penstock.packing.row_targets import forced_costs, least_bins, level_rows
 
 Row: TypeAlias = list[Bin]
@@ -85,9 +83,7 @@ class _Attempt:
 
 
 def rows_of(items: Items, keys: Sequence[NDArray[np.intp]], ranks: int, overhead: float) -> list[Row]:
-    """Return rows of at most `ranks` bins, costliest row first, costliest bin first, with every sample in exactly one
-    bin.
-    """
+    """Return rows of at most `ranks` bins, costliest row and costliest bin first. Every sample is in one bin."""
     parts = [_key(items, ids) for ids in keys]
     problem = _Problem(items=items, keys=parts, key_of=_key_numbers(parts, len(items.lengths)), ranks=ranks)
     everything = np.concatenate(keys)
@@ -101,8 +97,7 @@ def rows_of(items: Items, keys: Sequence[NDArray[np.intp]], ranks: int, overhead
 
 
 def _attempt_with_room(problem: _Problem, full_rows: float, even: float, overhead: float) -> _Attempt | None:
-    """Try the fewest rows that lengths allow, if they leave room. With many rows, allow up to 2 % more to make that
-    room.
+    """Try the fewest rows that lengths allow, if they leave room. Of many rows, allow 2 % more to make room.
 
     This skips best fit, a third of the planning time, and attempts that are bound to fail.
     """
@@ -180,7 +175,7 @@ def _attempt(
         bins += [b for b in made if b]
     # Low targets may leave bins of the last row empty. Halving a costly bin is still better than a dummy.
     bins = _sorted(items, halve_costliest(items, bins, -(-len(bins) // ranks) * ranks))
-    # Polishing pays only where bins hold several samples to choose from (see `balance`).
+    # Polishing pays only where bins hold several samples to choose from (see `bins`).
     if len(bins) * ENOUGH_PER_BIN <= sum(len(key.longest_first) for key in keys):
         for at in range(0, len(bins), ranks):
             row = bins[at : at + ranks]

@@ -80,9 +80,7 @@ class PackedImages:
         return [reason for reason, holds in reasons.items() if holds]
 
     def require(self, what: str) -> None:
-        """Raise ConfigError with every reason unless samples with images may share a micro-batch. `what` names the
-        setting.
-        """
+        """Raise ConfigError with every reason why samples with images may not share a micro-batch, for a setting."""
         if self.refusals:
             raise ConfigError(
                 f"{what}: {'; '.join(self.refusals)}; leave it out, or declare in packed_images what holds"

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Unpack, overload
 from penstock.arrays import Sample, SampleMetadata, Samples
 from penstock.config import LateSignature
 from penstock.notebook import html_table
-from penstock.packing.accounting import Accounting
-from penstock.packing.denominators import Denominators, Totals
+from penstock.packing.accounting import Accounting, Denominators, Totals
 from penstock.packing.filling import fill
 from penstock.packing.micro_batch import MicroBatch
 from penstock.packing.rank_plan import Plan, RankPlan

@@ -3,7 +3,7 @@
 What is kept together balances worse; what is split is computed twice. Which matters more is not known in advance, so a
 few plans are made and the cheapest is kept:
 
-- families in pieces (`families`), packed into rows like samples (`rows`): uncut families, as many pieces as there are
+- families in pieces (`trees`), packed into rows like samples (`rows`): uncut families, as many pieces as there are
   micro-batches, twice that many, and families without the members that share little;
 - where micro-batches are few, all samples in depth-first order, cut into as many runs of even cost. Every cut splits
   one family at most, and may come early where less is shared;
@@ -23,11 +23,10 @@ from numpy.typing import NDArray
 
 from penstock.arrays import offsets_of
 from penstock.packing.bins import Bin, Caps, Items
-from penstock.packing.families import Chain, Families, Pieces, cut_families, piece_cost
 from penstock.packing.row_targets import Bound
 from penstock.packing.rows import Row, rows_of
 from penstock.packing.settings import UNLIMITED, Packing
-from penstock.packing.trees import Trees
+from penstock.packing.trees import Chain, Families, Pieces, Trees, cut_families, piece_cost
 
 PIECES_PER_BIN = (1, 2)
 """Numbers of pieces per micro-batch that are tried."""
@@ -56,9 +55,7 @@ class _Candidate:
 def tree_rows(
     items: Items, keys: Sequence[NDArray[np.intp]], packing: Packing, trees: Trees, without_trees: Bound
 ) -> list[Row]:
-    """Return rows of at most `ranks` bins, costliest row first, like `rows_of`. `without_trees` is the least that plain
-    rows cost.
-    """
+    """Return rows of at most `ranks` bins, like `rows_of`. `without_trees` is the least that plain rows cost."""
     overhead = packing.cost.overhead
     families = [Families.of(items, ids, packing, trees) for ids in keys]
     if not any(family.shared.any() for family in families):

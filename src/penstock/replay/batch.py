@@ -1,4 +1,11 @@
-"""What sampling returns: items, their identity, and how likely they were to be drawn."""
+"""What sampling returns: items, their identity, how likely they were to be drawn, and weights that correct for that.
+
+A batch drawn with preference over-represents some items. Dividing each item's contribution by how often it is expected
+in the batch (its inclusion) corrects for that, so that estimates stay unbiased. With replacement the expectation is
+n * p. Without replacement it is not: dividing by n * p is wrong by 50 % in a small example
+(tests/replay/test_statistics.py), because an item that is in the batch cannot be drawn again. `prioritized.py` says how
+its inclusion is found.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.replay.importance import importance_weights
+from penstock.errors import InvalidInput
 from penstock.replay.slots import TIMES, VERSION
 
 
@@ -69,3 +76,18 @@ class Batch:
     def importance_weights(self, beta: float) -> NDArray[np.float64]:
         """Return [n] weights ** beta, to phase the correction in."""
         return importance_weights(self.inclusion, beta)
+
+
+def importance_weights(inclusion: NDArray[np.float64], beta: float = 1.0) -> NDArray[np.float64]:
+    """Return (1 / inclusion) ** beta, divided by the largest of the batch, so that weights only scale down.
+
+    Divided by the batch's largest, not the table's: one rare item anywhere in the table would otherwise shrink every
+    weight of every batch.
+
+    >>> importance_weights(np.array([0.5, 0.25]))
+    array([0.5, 1. ])
+    """
+    if not 0.0 <= beta <= 1.0:
+        raise InvalidInput(f"importance_weights: beta {beta}; give a number from 0 (off) to 1 (full correction)")
+    weights: NDArray[np.float64] = np.minimum.reduce(inclusion) / inclusion
+    return weights if beta == 1.0 else weights**beta

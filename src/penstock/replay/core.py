@@ -48,9 +48,7 @@ class Store:
         return self.removing is not None or self._fits(key, num_bytes, num_tokens)
 
     def is_stuck(self, key: Key) -> bool:
-        """Return whether the table is full by bytes or tokens with too few items to sample: neither side could ever
-        proceed.
-        """
+        """Return whether neither side could ever proceed: full by bytes or tokens, with too few items to sample."""
         held = len(self.slots) - (key in self.slots.slot_of)
         leaves_otherwise = self.removing is not None or self.settings.max_staleness is not None
         return held < self._limiter.min_size and not leaves_otherwise
@@ -95,9 +93,7 @@ class Store:
         policy_version: int,
         dispatch: int | None = None,
     ) -> int:
-        """Store an item after evicting what must go. No limit is exceeded even briefly, and the new item is never
-        evicted for itself.
-        """
+        """Store an item after evicting what must go. No limit is exceeded even briefly."""
         slots, removing, counters = self.slots, self.removing, self.counters
         if key in slots.slot_of:
             self.evict([slots.slot_of[key]], "replaced")

@@ -59,8 +59,27 @@ class Limiter(Protocol):
         """
 
 
+class _Rule:
+    """Holds nothing back. A limiter overrides what it limits."""
+
+    __slots__ = ()
+
+    @property
+    def max_batch(self) -> int | None:
+        return None
+
+    def may_insert(self, inserted: int, sampled: int, held: int) -> bool:  # noqa: ARG002
+        return True
+
+    def may_sample(self, count: int, inserted: int, sampled: int, held: int) -> bool:  # noqa: ARG002
+        return held >= 1
+
+    def lease_room(self, *, version: int, groups_per_step: float, accepted: int, running: int) -> int | None:  # noqa: ARG002
+        return None
+
+
 @dataclass(frozen=True, slots=True)
-class MinSize:
+class MinSize(_Rule):
     """Sampling waits until `min_size` items are held. Inserts never wait for sampling."""
 
     min_size: Annotated[int, Meta(ge=1, description="items that must be held before anything is sampled")] = 1
@@ -68,25 +87,15 @@ class MinSize:
     def __post_init__(self) -> None:
         check(self, "MinSize")
 
-    @property
-    def max_batch(self) -> int | None:
-        return None
-
     def check(self, *, capacity: int, max_times_sampled: int | None, evicts: bool) -> None:  # noqa: ARG002
         _check_min_size(self, capacity)
-
-    def may_insert(self, inserted: int, sampled: int, held: int) -> bool:  # noqa: ARG002
-        return True
 
     def may_sample(self, count: int, inserted: int, sampled: int, held: int) -> bool:  # noqa: ARG002
         return held >= self.min_size
 
-    def lease_room(self, *, version: int, groups_per_step: float, accepted: int, running: int) -> int | None:  # noqa: ARG002
-        return None
-
 
 @dataclass(frozen=True, slots=True)
-class Queue:
+class Queue(_Rule):
     """At most `size` items wait. A further insert waits until one has left."""
 
     size: Annotated[int, Meta(ge=1, description="items that may wait")]
@@ -114,15 +123,9 @@ class Queue:
     def may_insert(self, inserted: int, sampled: int, held: int) -> bool:  # noqa: ARG002
         return held < self.size
 
-    def may_sample(self, count: int, inserted: int, sampled: int, held: int) -> bool:  # noqa: ARG002
-        return held >= 1
-
-    def lease_room(self, *, version: int, groups_per_step: float, accepted: int, running: int) -> int | None:  # noqa: ARG002
-        return None
-
 
 @dataclass(frozen=True, slots=True)
-class SamplesPerInsert:
+class SamplesPerInsert(_Rule):
     """Each item is sampled `ratio` times on average; the side that runs ahead waits.
 
     The balance is `inserted * ratio - sampled`. It may deviate from `ratio * min_size` by `error_buffer` in both
@@ -206,16 +209,13 @@ class SamplesPerInsert:
         lower = self.ratio * self.min_size - self.error_buffer
         return inserted * self.ratio - sampled - count >= lower - _ROUNDING
 
-    def lease_room(self, *, version: int, groups_per_step: float, accepted: int, running: int) -> int | None:  # noqa: ARG002
-        return None
-
 
 MAX_ROOM = 1 << 53
 """Bound on `Paced.lease_room`: more prompts than any run hands out, and exact as a float."""
 
 
 @dataclass(frozen=True, slots=True)
-class Paced:
+class Paced(_Rule):
     """Prompts are handed out only while what they generate can still be trained within `max_staleness`.
 
     Puts and samples never wait for it: it counts prompts handed out as tasks. When `v` weight updates were made, steps
@@ -236,22 +236,12 @@ class Paced:
     def min_size(self) -> int:
         return 1
 
-    @property
-    def max_batch(self) -> int | None:
-        return None
-
     def check(self, *, capacity: int, max_times_sampled: int | None, evicts: bool) -> None:  # noqa: ARG002
         if max_times_sampled != 1:
             raise ConfigError(
                 f"Paced: max_times_sampled {max_times_sampled}; it counts every group as trained once; give 1, or "
                 "another limiter (SamplesPerInsert paces replay)"
             )
-
-    def may_insert(self, inserted: int, sampled: int, held: int) -> bool:  # noqa: ARG002
-        return True
-
-    def may_sample(self, count: int, inserted: int, sampled: int, held: int) -> bool:  # noqa: ARG002
-        return held >= 1
 
     def lease_room(self, *, version: int, groups_per_step: float, accepted: int, running: int) -> int | None:
         usable = (self.max_staleness + version + 1) * groups_per_step

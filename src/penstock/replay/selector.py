@@ -45,9 +45,7 @@ class Index(Protocol):
         """Give live slots new priorities. Where a slot appears twice the last one counts."""
 
     def draw(self, count: int, rng: np.random.Generator, *, replace: bool) -> Draw:
-        """Return exactly `count` live slots, distinct unless `replace`. The table never asks for more than
-        there are.
-        """
+        """Return exactly `count` live slots, distinct unless `replace`. The table never asks for too many."""
 
     def victim(self, rng: np.random.Generator) -> int:
         """Return the live slot to remove first."""

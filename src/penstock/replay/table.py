@@ -62,8 +62,7 @@ class Table:
 
     def __init__(self, *, on_evict: OnEvict | None = None, **settings: Unpack[TableKeywords]) -> None:
         """Settings are those of `Settings`. `on_evict(key, reason)` is called for every item that leaves. It runs under
-        the table's lock, so it must be quick and must not call the table.
-        """
+        the table's lock, so it must be quick and must not call the table."""
         self._set_up(_store(build(Settings, settings, "Table"), on_evict))
 
     @classmethod

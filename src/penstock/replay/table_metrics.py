@@ -6,6 +6,7 @@ times as trained. All numbers of one report are read at one moment, under the lo
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 import numpy as np
@@ -20,39 +21,33 @@ Reason = Literal["overflow", "sampled_out", "stale", "replaced", "removed", "cle
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 _FOLD_AFTER = 8192
-"""Items noted before their statistics are summed in one pass: 4 us per batch of 512 instead of 19 us one by one. Not
-higher, so that they are still in the cache.
-"""
+"""Items noted before their statistics are summed in one pass: 4 us per batch of 512 instead of 19 us. Not higher, so
+that they are still in the cache."""
 
 
+@dataclass(slots=True)
 class Counters:
-    """Running totals. All are plain numbers, so a checkpoint is their list."""
+    """Running totals: plain numbers, so that a checkpoint is their list."""
 
-    NAMES = (
-        "inserted", "inserted_tokens", "inserted_bytes", "refused_stale",
-        "sampled", "batches", "filled", "first_uses", "sampled_tokens", "staleness_sum", "staleness_max",
-        "reuse_sum", "updates", "stale_updates", "evicted_unsampled",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.inserted = 0
-        self.inserted_tokens = 0
-        self.inserted_bytes = 0
-        self.refused_stale = 0
-        self.sampled = 0
-        self.batches = 0
-        self.filled = 0
-        self.first_uses = 0
-        self.sampled_tokens = 0
-        self.staleness_sum = 0
-        self.staleness_max = 0
-        self.reuse_sum = 0
-        self.updates = 0
-        self.stale_updates = 0
-        self.evicted_unsampled = 0
-        self.evicted: dict[Reason, int] = dict.fromkeys(REASONS, 0)
-        self._noted: list[tuple[NDArray[np.int64], int]] = []
-        self._num_noted = 0
+    inserted: int = 0
+    inserted_tokens: int = 0
+    inserted_bytes: int = 0
+    refused_stale: int = 0
+    sampled: int = 0
+    batches: int = 0
+    filled: int = 0
+    first_uses: int = 0
+    sampled_tokens: int = 0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+    reuse_sum: int = 0
+    updates: int = 0
+    stale_updates: int = 0
+    evicted_unsampled: int = 0
+    evicted: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    _noted: list[tuple[NDArray[np.int64], int]] = field(default_factory=list)
+    """Batches whose statistics are not summed yet, each with the policy version of its draw."""
+    _num_noted: int = 0
 
     def note_batch(self, rows: NDArray[np.int64], policy_version: int, num_filled: int) -> None:
         self.sampled += len(rows)
@@ -81,14 +76,17 @@ class Counters:
 
     def to_dict(self) -> dict[str, int]:
         self.fold()
-        counts = {name: int(getattr(self, name)) for name in self.NAMES}
+        counts = {name: int(getattr(self, name)) for name in _TOTALS}
         return counts | {f"evicted/{reason}": count for reason, count in self.evicted.items()}
 
     def restore(self, counts: dict[str, int]) -> None:
-        for name in self.NAMES:
+        for name in _TOTALS:
             setattr(self, name, counts[name])
         for reason in REASONS:
             self.evicted[reason] = counts[f"evicted/{reason}"]
+
+
+_TOTALS = [one.name for one in fields(Counters) if one.type == "int" and not one.name.startswith("_")]
 
 
 def report(counters: Counters, slots: Slots, policy_version: int) -> dict[str, float]:

@@ -9,13 +9,11 @@ from msgspec import Meta
 
 from penstock.config import Kinds, check
 from penstock.errors import ConfigError
-from penstock.replay.by_priority import MaxPriority, MinPriority
-from penstock.replay.fifo_lifo import Fifo, Lifo
-from penstock.replay.freshest import Freshest
+from penstock.replay.fixed_order import Fifo, Lifo, MaxPriority, MinPriority
 from penstock.replay.limiters import Limiter, MinSize, Paced, Queue, SamplesPerInsert
 from penstock.replay.prioritized import Prioritized
 from penstock.replay.selector import Selector
-from penstock.replay.uniform import Uniform
+from penstock.replay.uniform import Freshest, Uniform
 from penstock.replay.windowed_fifo import WindowedFifo
 
 SELECTORS = Kinds(

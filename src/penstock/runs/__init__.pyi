@@ -1,7 +1,6 @@
 from penstock.runs.offline import forget as forget
 from penstock.runs.offline import forgettable as forgettable
 from penstock.runs.offline import settle_offline as settle_offline
-from penstock.runs.read_log import EvaluationGroup as EvaluationGroup
 from penstock.runs.read_log import LoggedStep as LoggedStep
 from penstock.runs.read_log import evaluations_of as evaluations_of
 from penstock.runs.read_log import kept_groups as kept_groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -12,7 +13,19 @@ from typing import Any
 from penstock.arrays import Samples
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.frames import Buffer, GroupMetadata, attach_late, decode
-from penstock.log import FORMAT, LOG, Advance, Discard, LogReader, Shorten, State, is_run, read_record, reading
+from penstock.log import (
+    FORMAT,
+    LOG,
+    Advance,
+    Discard,
+    GroupRow,
+    LogReader,
+    Shorten,
+    State,
+    is_run,
+    read_record,
+    reading,
+)
 from penstock.plane import SETTINGS, Ledger, Manifest, read_manifest
 from penstock.protocol import OVER_LENGTH
 from penstock.storage import KeptStorage, open_storage
@@ -42,6 +55,18 @@ def stored_samples(folder: Path, group: str, location: str) -> Samples:
     return attach_late(samples, GroupMetadata.from_bytes(data).late.arrays()) if data else samples
 
 
+@contextmanager
+def reading_run(folder: Path) -> Iterator[tuple[LogReader, dict[str, str]]]:
+    """Open a run's log to read it, with its named values. Raises an error if there is none, or of another format."""
+    if not is_run(folder):
+        raise InvalidInput(f"{folder}: no {LOG} in it; give the folder that a plane was opened on")
+    with reading(folder) as log:
+        meta = log.all_meta()
+        if int(meta.get("format", FORMAT)) != FORMAT:
+            raise CorruptFile(f"{log.where}: format {meta['format']}; this version reads format {FORMAT}")
+        yield log, meta
+
+
 def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None = None) -> dict[str, Any]:
     """Describe a run's folder as plain data: epoch, ledger, sizes, the last `steps` steps and `groups` groups.
 
@@ -50,12 +75,7 @@ def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None
     root = Path(folder)
     if not root.is_dir():
         raise InvalidInput(f"{root}: not a folder; give the folder of a run")
-    if not is_run(root):
-        raise InvalidInput(f"{root}: no {LOG} in it; give the folder that a plane was opened on")
-    with reading(root) as log:
-        meta = log.all_meta()
-        if int(meta.get("format", FORMAT)) != FORMAT:
-            raise CorruptFile(f"{log.where}: format {meta['format']}; this version reads format {FORMAT}")
+    with reading_run(root) as (log, meta):
         next_step = int(meta.get("next_step", 1))
         return {
             "folder": str(root),
@@ -75,9 +95,7 @@ def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None
 def planned_step(folder: str | Path, step: int | None = None) -> tuple[int, tuple[bytes, ...]]:
     """Return a step's number and each rank's part of its plan. `step` None takes the last step that has a plan."""
     root = Path(folder)
-    if not is_run(root):
-        raise InvalidInput(f"{root}: no {LOG} in it; give the folder that a plane was opened on")
-    with reading(root) as log:
+    with reading_run(root) as (log, _):
         plans = {n: read_manifest(data).rank_plans for n, data in log.rows("SELECT step, manifest FROM steps")}
     kept = sorted(n for n, parts in plans.items() if parts)
     number = step if step is not None else kept[-1] if kept else 0
@@ -91,26 +109,15 @@ def planned_step(folder: str | Path, step: int | None = None) -> tuple[int, tupl
 
 def quarantine_of(folder: str | Path) -> list[dict[str, Any]]:
     """Return the groups of a run that are in quarantine."""
-    names = ("id", "run", "samples", "reason")
     with reading(folder) as log:
-        query = f"SELECT {', '.join(names)} FROM groups WHERE state = ? ORDER BY op"  # noqa: S608 - our own names
-        return [dict(zip(names, row, strict=True)) for row in log.rows(query, (int(State.QUARANTINED),))]
+        rows = log.groups_in(State.QUARANTINED)
+    return [{name: getattr(row, name) for name in ("id", "run", "samples", "reason")} for row in rows]
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationGroup:
-    """An evaluation group whose frame is kept."""
-
-    id: str
-    policy_version: int | None
-    location: str
-
-
-def evaluations_of(folder: str | Path) -> list[EvaluationGroup]:
+def evaluations_of(folder: str | Path) -> list[GroupRow]:
     """Return the evaluation groups of a run whose frames are kept, oldest first."""
     with reading(folder) as log:
-        query = "SELECT id, policy_version, location FROM groups WHERE state = ? AND location != '' ORDER BY op"
-        return [EvaluationGroup(*row) for row in log.rows(query, (int(State.EVALUATION),))]
+        return [row for row in log.groups_in(State.EVALUATION) if row.location]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,32 +156,12 @@ def kept_groups(folder: str | Path) -> list[tuple[str, str]]:
         return list(log.rows("SELECT id, location FROM groups WHERE location != '' ORDER BY op"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnusedGroup:
-    """An accepted group that was dropped or quarantined."""
-
-    id: str
-    run: str
-    prompt: str
-    state: str
-    """"dropped" or "quarantined"."""
-    reason: str
-    samples: int
-    tokens: int
-    policy_version: int | None
-    location: str
-    """Location of its frame; empty if the frame was freed."""
-
-
-def unused_groups(folder: str | Path, *, most: int = 1000, group: str | None = None) -> list[UnusedGroup]:
+def unused_groups(folder: str | Path, *, most: int = 1000, group: str | None = None) -> list[GroupRow]:
     """Return the last groups that were dropped or quarantined, newest first. With `group`, only the one of that id."""
-    names = ("id", "run", "prompt", "state", "reason", "samples", "tokens", "policy_version", "location")
-    states, chosen = (int(State.DROPPED), int(State.QUARANTINED)), "" if group is None else " AND id = ?"
-    query = f"SELECT {', '.join(names)} FROM groups WHERE state IN (?, ?){chosen} ORDER BY op DESC LIMIT ?"  # noqa: S608
+    states, chosen = (int(State.DROPPED), int(State.QUARANTINED)), "" if group is None else "AND id = ?"
+    values = (*states, *([] if group is None else [group]), most)
     with reading(folder) as log:
-        rows = list(log.rows(query, (*states, *([] if group is None else [group]), most)))
-    found = (dict(zip(names, row, strict=True)) for row in rows)
-    return [UnusedGroup(**{**row, "state": State(row["state"]).name.lower()}) for row in found]
+        return log.select_groups(f"WHERE state IN (?, ?) {chosen} ORDER BY op DESC LIMIT ?", values)
 
 
 def _counts(log: LogReader, next_step: int) -> dict[str, Any]:
@@ -267,11 +254,9 @@ def _steps(log: LogReader, limit: int | None, next_step: int) -> list[dict[str, 
 
 def _groups(log: LogReader, limit: int | None) -> list[dict[str, Any]]:
     names = ("op", "id", "state", "reason", "samples", "tokens", "size", "policy_version", "uses")
-    query = f"SELECT {', '.join(names)} FROM groups ORDER BY op DESC LIMIT ?"  # noqa: S608 - our own names
-    rows = [dict(zip(names, row, strict=True)) for row in log.rows(query, (_ALL if limit is None else limit,))]
-    for row in rows:
-        row["state"] = State(row["state"]).name.lower()
-    return rows[::-1]
+    rows = log.select_groups("ORDER BY op DESC LIMIT ?", (_ALL if limit is None else limit,))
+    found = [{name: getattr(row, name) for name in names} | {"state": row.state.name.lower()} for row in rows]
+    return found[::-1]
 
 
 def _files(root: Path) -> dict[str, int]:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import xxhash
 
-from penstock.errors import CorruptFile, InvalidInput
+from penstock.errors import CorruptFile
 from penstock.frames import NO_LATE, GroupMetadata, attach_late, decode, encode
-from penstock.log import FORMAT, LOG, AwaitColumns, Awaited, GroupRow, LogReader, is_run, read_record, reading
+from penstock.log import AwaitColumns, Awaited, GroupRow, LogReader, read_record, reading
 from penstock.plane import SETTINGS, read_manifest
-from penstock.runs.read_log import storage_of_run
+from penstock.runs.read_log import reading_run, storage_of_run
 from penstock.storage import Gone, KeptStorage
 
 
@@ -66,17 +66,12 @@ class RecordedRun:
     def open(cls, folder: str | Path) -> RecordedRun:
         """Read a run's log, while its plane works or long after. Raises InvalidInput if there is no log."""
         root = Path(folder)
-        if not is_run(root):
-            raise InvalidInput(f"{root}: no {LOG} in it; give the folder that a plane was opened on")
-        found = cls(root, storage_of_run(root))
-        with reading(root) as log:
-            found._read(log)
+        with reading_run(root) as (log, meta):
+            found = cls(root, storage_of_run(root))
+            found._read(log, meta)
         return found
 
-    def _read(self, log: LogReader) -> None:
-        meta = log.all_meta()
-        if int(meta.get("format", FORMAT)) != FORMAT:
-            raise CorruptFile(f"{log.where}: format {meta['format']}; this version reads format {FORMAT}")
+    def _read(self, log: LogReader, meta: dict[str, str]) -> None:
         self.run_id, self.retains_all = meta.get("run_id", ""), meta.get("retain") == "all"
         texts = ((name, meta[name]) for name in sorted(meta) if name.startswith(SETTINGS))
         self.settings = [(int(name.removeprefix(SETTINGS)), text) for name, text in texts]

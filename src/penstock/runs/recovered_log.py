@@ -87,21 +87,12 @@ def recover(plan: Plan, choices: Choices, progress: Progress = no_progress) -> R
     """Put lost groups back into the log of a run. The caller owns its folder (`owning`)."""
     if plan.run.log_url:
         return _recover_database(plan, choices, progress)
-    folder, storage = plan.run.folder, plan.run.storage
-    building = folder / BUILDING
+    building = plan.run.folder / BUILDING
     shutil.rmtree(building, ignore_errors=True)  # left by a recovery that was killed
     building.mkdir(mode=0o700)
     log = _begin(plan, building)
     try:
-        with log.transaction():
-            for name in plan.register:
-                log.add_segment(SegmentRow(name, WRITER, log.epoch, time.time()))
-            if (where := address_of(storage.url)) != address_of(folder / "storage"):
-                log.set_meta("storage", where)
-        past = log.last_op
-        placed = ((frame, frame.location) for frame in plan.found.lost)
-        _accept(log, _read_again(placed, progress), past + 1, choices, set() if plan.log is None else plan.log.members)
-        _go_on(log, plan, choices, past)
+        _put_back(log, plan, choices, progress)
         done = Recovered(len(plan.found.lost), len(plan.register), log.epoch, log.commits, log.run_id)
     finally:
         log.close()
@@ -118,17 +109,7 @@ def _recover_database(plan: Plan, choices: Choices, progress: Progress) -> Recov
     log = open_existing(plan.run.folder)
     assert isinstance(log, PostgresLog)
     try:
-        known = {row.name for row in log.segments()}
-        with log.transaction():
-            for name in plan.register:
-                if name not in known:
-                    log.add_segment(SegmentRow(name, WRITER, log.epoch, time.time()))
-            if (where := address_of(plan.run.storage.url)) != address_of(plan.run.folder / "storage"):
-                log.set_meta("storage", where)
-        past = log.last_op
-        placed = ((frame, frame.location) for frame in plan.found.lost)
-        _accept(log, _read_again(placed, progress), past + 1, choices, set() if plan.log is None else plan.log.members)
-        _go_on(log, plan, choices, past)
+        _put_back(log, plan, choices, progress)
         marker = plan.run.marker
         log.move_past(plan.run_id, epoch=marker.epoch if marker else 0, commits=marker.commits if marker else 0)
         done = Recovered(len(plan.found.lost), len(plan.register), log.epoch, log.commits, log.run_id)
@@ -136,6 +117,21 @@ def _recover_database(plan: Plan, choices: Choices, progress: Progress) -> Recov
         log.close()
     _set_marker(plan, done)
     return done
+
+
+def _put_back(log: Log, plan: Plan, choices: Choices, progress: Progress) -> None:
+    """Register the segments of lost groups and add the groups to the log. Their frames stay where they are."""
+    known = {row.name for row in log.segments()}  # some, if an earlier recovery was killed
+    with log.transaction():
+        for name in plan.register:
+            if name not in known:
+                log.add_segment(SegmentRow(name, WRITER, log.epoch, time.time()))
+        if (where := address_of(plan.run.storage.url)) != address_of(plan.run.folder / "storage"):
+            log.set_meta("storage", where)
+    past = log.last_op
+    placed = ((frame, frame.location) for frame in plan.found.lost)
+    _accept(log, _read_again(placed, progress), past + 1, choices, set() if plan.log is None else plan.log.members)
+    _go_on(log, plan, choices, past)
 
 
 def recover_into(plan: Plan, choices: Choices, progress: Progress = no_progress) -> Recovered:

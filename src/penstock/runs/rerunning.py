@@ -8,7 +8,7 @@ digests would train the same.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -68,7 +68,7 @@ class _Differs(Exception):
         self.step, self.rank, self.pair = step, rank, pair
 
 
-def rerun(recorded: RecordedRun, folder: Path, *, each: Callable[[int], None] = lambda _step: None) -> Rerun:
+def rerun(recorded: RecordedRun, folder: Path) -> Rerun:
     """Decide a recorded run again in an empty folder, and compare its steps."""
     if not recorded.settings:
         raise InvalidInput(f"{recorded.folder}: its log does not hold the settings it was started with")
@@ -84,7 +84,6 @@ def rerun(recorded: RecordedRun, folder: Path, *, each: Callable[[int], None] = 
                 life.decide(entry)
             else:
                 life.step(entry)
-                each(entry.step)
     except _Differs as found:
         pair = found.pair or (None, None)
         return Rerun(

@@ -21,6 +21,7 @@ from penstock.storage.interface import is_object_url as is_object_url
 from penstock.storage.interface import is_segment_name as is_segment_name
 from penstock.storage.interface import new_segment_name as new_segment_name
 from penstock.storage.interface import parse_location as parse_location
+from penstock.storage.object_proof import prove_signing as prove_signing
 from penstock.storage.object_ranges import OBJECT_BYTES as OBJECT_BYTES
 from penstock.storage.object_ranges import segment_in as segment_in
 from penstock.storage.objects import MARKER as MARKER
@@ -42,6 +43,5 @@ from penstock.storage.scan import read_at as read_at
 from penstock.storage.signed import SIGNED_SCHEMES as SIGNED_SCHEMES
 from penstock.storage.signed import Sign as Sign
 from penstock.storage.signed import SignedStorage as SignedStorage
-from penstock.storage.signed import prove_signing as prove_signing
 from penstock.storage.writer import SEGMENT_AGE_S as SEGMENT_AGE_S
 from penstock.storage.writer import Writer as Writer

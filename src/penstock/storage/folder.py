@@ -17,6 +17,7 @@ import fcntl
 import logging
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -37,6 +38,7 @@ from penstock.storage.interface import (
     check_wanted,
     is_segment_name,
     parse_location,
+    read_ranges,
 )
 from penstock.storage.scan import reading_file
 
@@ -113,16 +115,14 @@ class FolderStorage:
     # -------------------------------------------------------------- reading
 
     def read(self, location: str, ranges: Sequence[Range] | None = None) -> list[Buffer]:
-        at = parse_location(location)
-        with self.opened(at.segment) as file:
-            return [_pread(file, self.path(at.segment), at, one) for one in ranges or [(0, at.size)]]
+        return read_ranges(self, location, ranges)
 
     def read_into(self, wanted: Sequence[Wanted]) -> None:
         check_wanted(wanted)
         for segment, some in groupby(wanted, key=lambda one: one[0].segment):
             with self.opened(segment) as file:
-                for _, offset, view in some:
-                    _pread_into(file, self.path(segment), offset, view)
+                for at, offset, view in some:
+                    _pread_into(file, self.path(segment), at, offset, view)
 
     @contextmanager
     def opened(self, segment: str) -> Iterator[int]:
@@ -277,31 +277,13 @@ def file_part(path: Path, segment: str = "") -> Part:
     return Part(str(path), size, modified_ns, partial(reading_file, path), segment)
 
 
-def _pread(file: int, path: Path, at: Location, wanted: Range) -> bytes:
-    start, end = wanted
-    if not 0 <= start <= end <= at.size:
-        raise Gone(f"{path}: bytes {start} to {end} of a frame of {at.size}")
-    try:
-        found = os.pread(file, end - start, at.offset + start)
-        while len(found) < end - start:
-            more = os.pread(file, end - start - len(found), at.offset + start + len(found))
-            if not more:
-                raise Gone(f"{path}: ends {end - start - len(found)} bytes before the frame at {at.offset} does")
-            found += more
-    except OSError as error:
-        if error.errno == errno.ESTALE:
-            raise Gone(f"{path}: {error.strerror}") from None
-        raise Away(f"{path}: {error.strerror}") from None
-    return found
-
-
-def _pread_into(file: int, path: Path, offset: int, view: memoryview) -> None:
+def _pread_into(file: int, path: Path, at: Location, offset: int, view: memoryview) -> None:
     got = 0
     try:
         while got < len(view):
             count = os.preadv(file, [view[got:]], offset + got)
             if not count:
-                raise Gone(f"{path}: ends {len(view) - got} bytes before the bytes at {offset} do")
+                raise Gone(f"{path}: ends {len(view) - got} bytes before the frame at {at.offset} does")
             got += count
     except OSError as error:
         if error.errno == errno.ESTALE:
@@ -355,33 +337,9 @@ def _typed(path: Path) -> Iterator[None]:
 
 # ------------------------------------------------------------------ is the folder shared between hosts?
 
-_SHARED = frozenset(
-    [
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb3",
-        "smbfs",
-        "9p",
-        "afs",
-        "beegfs",
-        "ceph",
-        "fuse.ceph",
-        "fuse.glusterfs",
-        "fuse.juicefs",
-        "fuse.sshfs",
-        "glusterfs",
-        "gpfs",
-        "lustre",
-        "ocfs2",
-        "gfs2",
-        "orangefs",
-        "panfs",
-        "pvfs2",
-        "virtiofs",
-        "wekafs",
-        "efs",
-    ]
+_SHARED = re.compile(
+    r"nfs4?|cifs|smb3|smbfs|9p|afs|beegfs|(fuse\.)?(ceph|glusterfs)|fuse\.(juicefs|sshfs)|gpfs|lustre|ocfs2|gfs2|orangefs|"
+    r"panfs|pvfs2|virtiofs|wekafs|efs"
 )
 """Filesystem types, as the kernel names them, on which two hosts may have the same files open."""
 
@@ -405,4 +363,4 @@ def is_shared(folder: str | Path, mounts: str | None = None) -> bool:
         # The deepest mount above the folder counts, and of two at the same place the later one, which hides the other.
         if path.is_relative_to(point) and len(point.parts) >= best:
             best, kind = len(point.parts), rest.split()[0]
-    return kind in _SHARED
+    return _SHARED.fullmatch(kind) is not None

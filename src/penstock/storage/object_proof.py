@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.errors import Away, StorageError
 from penstock.storage.object_requests import Missing, Taken, run
+from penstock.storage.object_writes import put_new
+from penstock.storage.signed import Method, SignedStorage
 
 if TYPE_CHECKING:
     from penstock.storage.objects import ObjectStorage
@@ -39,7 +41,7 @@ async def _prove(storage: ObjectStorage) -> str:
     async def ask(act: Callable[[], Awaitable[Any]]) -> Any:
         return await storage.ask(name, act, deadline=time.monotonic() + _PATIENCE_S)
 
-    await storage.put_new(name, _FIRST)
+    await put_new(storage, name, _FIRST)
     try:
         await _check_ranges(storage, name, ask)
         if not await _refuses(ask, lambda: obstore.put_async(store, name, _SECOND, mode="create")):
@@ -83,3 +85,31 @@ async def _check_ranges(storage: ObjectStorage, name: str, ask: Ask) -> None:
         raise StorageError(
             f"{storage.url}: does not return the requested bytes of an object (Range); use another store"
         )
+
+
+def prove_signing(storage: ObjectStorage, seconds: float) -> None:
+    """Raise StorageError unless the store honours create-only writes that are made with signed URLs."""
+
+    async def sign(method: Method, names: tuple[str, ...]) -> tuple[Sequence[str], float]:
+        return await storage.sign_async(method, names, seconds), seconds
+
+    run(_prove_signing(storage, SignedStorage(storage.url, sign)))
+
+
+async def _prove_signing(storage: ObjectStorage, signed: SignedStorage) -> None:
+    name = f"proof/{secrets.token_hex(8)}"
+    try:
+        await put_new(signed, name, b"one")
+        await signed.ask(name, lambda: signed.put_once(name, b"another"))
+    except Taken:
+        return
+    except Away:
+        raise
+    except StorageError as error:
+        raise StorageError(f"sign_puts_s: {error}; without sign_puts_s frames of workers pass the plane") from None
+    finally:
+        await storage.remove([name])
+    raise StorageError(
+        f"sign_puts_s: {storage.url}: overwrites objects that exist when the URL is signed (If-None-Match is ignored); "
+        "use another store, or leave sign_puts_s out: then frames of workers pass the plane"
+    )

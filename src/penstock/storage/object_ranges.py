@@ -38,12 +38,12 @@ def object_name(segment: str, number: int) -> str:
 
 
 def begin_name(segment: str) -> str:
-    """The object that is written first: who has it has the segment."""
+    """Return the name of a segment's first object. The process that wrote it owns the segment."""
     return f"segments/{segment}/begin"
 
 
 def segment_in(name: str) -> str:
-    """The segment that an object belongs to; empty for anything else.
+    """Return the segment that an object belongs to, or "" for any other name.
 
     >>> segment_in("segments/3f9c21d07b6a4e58/000001"), segment_in("segments/../marker")
     ('3f9c21d07b6a4e58', '')
@@ -53,7 +53,7 @@ def segment_in(name: str) -> str:
 
 
 def following(name: str, count: int) -> list[str]:
-    """An object of a segment, and those that are written after it.
+    """Return the names of an object of a segment and of those that are written after it, `count` in total.
 
     >>> following("segments/3f9c21d07b6a4e58/begin", 2)
     ['segments/3f9c21d07b6a4e58/begin', 'segments/3f9c21d07b6a4e58/000000']

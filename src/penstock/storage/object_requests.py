@@ -58,11 +58,12 @@ class Taken(Exception):
 
 
 class Refusal(Exception):
-    """A plain HTTP request failed: with a status, and words that are never passed on, or 0 where nothing came."""
+    """A plain HTTP request failed. The store's message is only searched for error codes, never passed on."""
 
-    def __init__(self, status: int, words: str = "") -> None:
-        super().__init__(words)
+    def __init__(self, status: int, message: str = "") -> None:
+        super().__init__(message)
         self.status = status
+        """0 if there was no answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,9 @@ segment that was deleted: see `lands_late`.
 from __future__ import annotations
 
 import math
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from tempfile import TemporaryFile
@@ -32,16 +30,15 @@ from penstock.errors import Away, Fenced, StorageError
 from penstock.frames import Buffer
 from penstock.storage.interface import (
     Gone,
-    Location,
     Part,
-    Pieces,
     Range,
     Wanted,
     check_wanted,
     is_segment_name,
     parse_location,
+    read_ranges,
 )
-from penstock.storage.object_ranges import OBJECT_BYTES, READ_BYTES, Fetch, begin_name, fetches_for, object_name
+from penstock.storage.object_ranges import OBJECT_BYTES, READ_BYTES, Fetch, fetches_for, object_name
 from penstock.storage.object_requests import (
     PATIENCE_S,
     Missing,
@@ -52,26 +49,13 @@ from penstock.storage.object_requests import (
     persist,
     run,
 )
-from penstock.storage.object_writes import ObjectWrites, put_new
+from penstock.storage.object_writes import ObjectSegment, begin_segment
 
-_MOST_OBJECTS = 1_000_000
-"""In one segment: object names have six digits."""
-_WRITES, _READS = 8, 32
+_READS = 32
 """Concurrent requests of one call."""
 MARKER = "marker"
 _SURE_S = 1.0
 """How long a marker that was moved counts as still ours: a plane that replaces another takes longer to start."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """An object of a segment."""
-
-    segment: str
-    number: int
-    size: int
-    modified: float
-    """Seconds since 1970."""
 
 
 class ObjectStorage:
@@ -108,10 +92,6 @@ class ObjectStorage:
     def create(self, segment: str) -> ObjectSegment:
         return begin_segment(self, segment)
 
-    async def put_new(self, name: str, data: bytes, deadline: float | None = None) -> None:
-        """Write an object that must not exist. Raises Conflict if it does, with other bytes."""
-        await put_new(self, name, data, deadline)
-
     async def put_once(self, name: str, data: bytes) -> None:
         """Make one attempt to write an object that must not exist."""
         import obstore
@@ -119,11 +99,11 @@ class ObjectStorage:
         await obstore.put_async(self.store, name, data, mode="create", use_multipart=False)
 
     def sign(self, method: Literal["GET", "PUT"], names: Sequence[str], seconds: float) -> list[str]:
-        """URLs that let whoever has them make one kind of request on one object each, for a time."""
+        """Return URLs that each allow one kind of request on one object, to anyone who has them, for a time."""
         return run(self.sign_async(method, names, seconds))
 
     async def sign_async(self, method: Literal["GET", "PUT"], names: Sequence[str], seconds: float) -> list[str]:
-        """`sign`, in the thread that makes all requests."""
+        """Do what `sign` does, on the thread that makes all requests."""
         import obstore
 
         valid = timedelta(seconds=seconds)
@@ -132,19 +112,12 @@ class ObjectStorage:
     # -------------------------------------------------------------- reading
 
     def read(self, location: str, ranges: Sequence[Range] | None = None) -> list[Buffer]:
-        at = parse_location(location)
-        wanted = [(0, at.size)] if ranges is None else list(ranges)
-        if any(not 0 <= start <= end <= at.size for start, end in wanted):
-            raise Gone(f"location {location}: asked for {wanted[:4]}")
-        found = [bytearray(end - start) for start, end in wanted]
-        views = ((at, at.offset + start, memoryview(data)) for (start, _), data in zip(wanted, found, strict=True))
-        self.read_into(list(views))
-        return list(found)
+        return read_ranges(self, location, ranges)
 
     def read_into(self, wanted: Sequence[Wanted]) -> None:
         check_wanted(wanted)
         fetches = fetches_for(wanted)
-        run(at_once([_bound(self._fetch, one) for one in fetches], _READS))
+        run(at_once([partial(self._fetch, one) for one in fetches], _READS))
 
     async def _fetch(self, one: Fetch) -> None:
         import obstore
@@ -172,7 +145,7 @@ class ObjectStorage:
             view[:] = data[start : start + len(view)]
 
     async def _size(self, name: str) -> float:
-        """Return an object's size: 0 if there is none, infinity if it cannot be told."""
+        """Return an object's size: 0 if there is none, infinity if the store does not tell."""
         import obstore
 
         try:
@@ -219,9 +192,9 @@ class ObjectStorage:
             self._forget(name)
 
     async def _delete(self, segments: set[str], touched: set[str]) -> None:
-        paths = await at_once([_bound(self._paths, segment) for segment in segments], _READS)
+        paths = await at_once([partial(self._paths, segment) for segment in segments], _READS)
         new = sorted(touched - self._sizes.keys())
-        sizes = await at_once([_bound(self._size, name) for name in new], _READS)
+        sizes = await at_once([partial(self._size, name) for name in new], _READS)
         self._sizes |= {name: size for name, size in zip(new, sizes, strict=True) if size < math.inf}
         done = [name for name in touched if sum(b - a for a, b in self._freed[name]) >= self._sizes.get(name, math.inf)]
         await self.remove([*done, *(path for some in paths for path in some)])
@@ -254,7 +227,7 @@ class ObjectStorage:
         try:
             await self.ask("segments", lambda: remove(paths))
         except Missing:  # some stores stop at a name that is not there
-            await at_once([_bound(one, path) for path in paths], _READS)
+            await at_once([partial(one, path) for path in paths], _READS)
 
     # -------------------------------------------------------------- listing
 
@@ -273,16 +246,6 @@ class ObjectStorage:
         except Missing:
             return []
 
-    def objects(self, segment: str = "") -> list[StoredObject]:
-        """Return the objects of a segment, or of all segments, in order."""
-        found = []
-        for meta in run(self.listed(f"segments/{segment}" if segment else "segments")):
-            _, name, last = meta["path"].rsplit("/", 2)
-            if is_segment_name(name) and (last == "begin" or last.isdecimal()):
-                number = -1 if last == "begin" else int(last)
-                found.append(StoredObject(name, number, int(meta["size"]), meta["last_modified"].timestamp()))
-        return sorted(found, key=lambda one: (one.segment, one.number))
-
     @property
     def place(self) -> str:
         """Where it is, for messages."""
@@ -292,15 +255,18 @@ class ObjectStorage:
         return True
 
     def parts(self) -> dict[str, list[Part]]:
-        """Return the objects of each segment. Opening one copies it to an unnamed temporary file."""
+        """Return the objects of each segment, in order. Opening one copies it to an unnamed temporary file."""
         found: dict[str, list[Part]] = {}
-        for one in self.objects():
-            some = found.setdefault(one.segment, [])
-            if one.number >= 0:
-                name = object_name(one.segment, one.number)
-                opened, start = partial(self._opened, name, one.size), one.number * OBJECT_BYTES
-                shown, modified_ns = f"{self.url}/{name}", int(one.modified * 1e9)
-                some.append(Part(shown, one.size, modified_ns, opened, one.segment, start))
+        for meta in sorted(run(self.listed("segments")), key=lambda one: str(one["path"])):
+            _, segment, last = meta["path"].rsplit("/", 2)
+            if not is_segment_name(segment) or not (last == "begin" or last.isdecimal()):
+                continue
+            some = found.setdefault(segment, [])
+            if last != "begin":
+                name, size = object_name(segment, int(last)), int(meta["size"])
+                modified_ns = int(meta["last_modified"].timestamp() * 1e9)
+                opened, start = partial(self._opened, name, size), int(last) * OBJECT_BYTES
+                some.append(Part(f"{self.url}/{name}", size, modified_ns, opened, segment, start))
         return found
 
     @contextmanager
@@ -313,7 +279,7 @@ class ObjectStorage:
                     view = data[first : first + READ_BYTES]
                     fetches.append(Fetch(name, start + first, start + first + len(view), [(0, view)]))
                 try:
-                    run(at_once([_bound(self._fetch, one) for one in fetches], _READS))
+                    run(at_once([partial(self._fetch, one) for one in fetches], _READS))
                 except Gone as error:
                     raise FileNotFoundError(str(error)) from None
                 file.write(data)
@@ -321,10 +287,7 @@ class ObjectStorage:
             yield file.fileno()
 
     def segments(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for one in self.objects():
-            found[one.segment] = found.get(one.segment, 0) + (one.size if one.number >= 0 else 0)
-        return found
+        return {name: sum(part.size for part in parts) for name, parts in self.parts().items()}
 
     # -------------------------------------------------------------- the marker
 
@@ -394,62 +357,6 @@ class ObjectStorage:
         """Connections close by themselves."""
 
 
-def begin_segment(storage: ObjectWrites, name: str) -> ObjectSegment:
-    """Create a segment. Raises Conflict when there is one of that name."""
-    # A word of its own tells this writer's object from that of another one, where the answer is lost.
-    run(storage.put_new(begin_name(name), secrets.token_bytes(16)))
-    return ObjectSegment(storage, name)
-
-
-class ObjectSegment:
-    """A segment that this process writes."""
-
-    def __init__(self, storage: ObjectWrites, name: str) -> None:
-        self.name, self.end = name, 0
-        self._storage, self._number = storage, 0
-
-    def append(self, frames: Sequence[Pieces], deadline: float = math.inf) -> list[str]:
-        locations, objects = [], []
-        for batch in _batches([b"".join(pieces) for pieces in frames]):
-            at = self._number * OBJECT_BYTES
-            for frame in batch:
-                locations.append(str(Location(self.name, at, len(frame))))
-                at += len(frame)
-            objects.append((object_name(self.name, self._number), batch[0] if len(batch) == 1 else b"".join(batch)))
-            # The next object begins at the next multiple of 8 MiB: after 3 MiB in object 0 that is object 1, after one
-            # frame of 20 MiB in object 1 (8 to 28 MiB) it is object 4, which begins at 32 MiB.
-            self._number = max(-(-at // OBJECT_BYTES), self._number + 1)
-        if self._number > _MOST_OBJECTS:
-            raise StorageError(f"{self._storage.url}: segment {self.name} has {_MOST_OBJECTS:,} objects")
-        run(self._write(objects, None if deadline == math.inf else deadline))
-        self.end += sum(len(data) for _, data in objects)
-        return locations
-
-    async def _write(self, objects: Sequence[tuple[str, bytes]], deadline: float | None) -> None:
-        put = self._storage.put_new
-        await at_once([_bound(put, name, data, deadline) for name, data in objects], _WRITES)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
 def version_of(meta: Any) -> dict[str, str]:
     """Return what a conditional write compares with. The client rejects fields that are None."""
     return {key: meta[key] for key in ("e_tag", "version") if meta.get(key) is not None}
-
-
-def _bound(act: Callable[..., Awaitable[Any]], *arguments: Any) -> Callable[[], Awaitable[Any]]:
-    return lambda: act(*arguments)
-
-
-def _batches(frames: Sequence[bytes]) -> list[list[bytes]]:
-    """Split frames into those that share an object."""
-    found: list[list[bytes]] = []
-    size = OBJECT_BYTES
-    for frame in frames:
-        if size + len(frame) > OBJECT_BYTES:
-            found.append([])
-            size = 0
-        found[-1].append(frame)
-        size += len(frame)
-    return found

@@ -40,8 +40,8 @@ class DamagedFrame(CorruptFrame):
 def gather_picks(storage: Storage, requests: Sequence[Sequence[Pick]]) -> Iterator[memoryview]:
     """Yield one frame per request, with exactly its samples, in its order. Every stored frame is opened once.
 
-    Raises DamagedFrame, which names the group, or Away if the storage does not answer: before the first one is
-    yielded, so that whoever uses the first ones need not take them back.
+    Raises DamagedFrame, which names the group, or Away if the storage does not answer. It raises before it yields the
+    first frame, so that a caller has nothing to undo.
     """
     # By location: ranks of one step often need different samples of the same group.
     picks = {pick.location: pick for request in requests for pick in request}

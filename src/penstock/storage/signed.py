@@ -12,18 +12,20 @@ Everything else is as with credentials: one create-only request for each object,
 from __future__ import annotations
 
 import asyncio
-import secrets
+import http.client
+import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
+from urllib.parse import urlsplit
 
-from penstock.errors import Away, StorageError
+from penstock.errors import Away
 from penstock.storage.object_ranges import following, segment_in
-from penstock.storage.object_requests import PATIENCE_S, Missing, Refusal, Taken, parse_object_url, persist, run
-from penstock.storage.object_writes import put_new
-from penstock.storage.objects import MARKER, ObjectSegment, ObjectStorage, begin_segment
-from penstock.storage.plain_http import request
+from penstock.storage.object_requests import PATIENCE_S, Missing, Refusal, parse_object_url, persist, run
+from penstock.storage.object_writes import ObjectSegment, begin_segment
+from penstock.storage.objects import MARKER, ObjectStorage
 
 Method: TypeAlias = Literal["GET", "PUT"]
 Sign: TypeAlias = Callable[[Method, tuple[str, ...]], Awaitable[tuple[Sequence[str], float]]]
@@ -33,8 +35,15 @@ SIGNED_SCHEMES = ("s3", "az")
 _AHEAD = 8
 """Objects of a segment whose URLs are asked for together."""
 _SIGN_S = 5.0
-"""How long the plane may take to sign. Then the write counts as away, and its group passes the plane."""
+"""How long the plane may take to sign. After that the store counts as away, and the group is sent to the plane."""
 _MOST_KEPT = 64
+"""URLs kept for later requests."""
+_TIMEOUT_S = 10.0
+"""How long the store may send nothing. The caller limits the request as a whole."""
+_IDLE_S = 4.0
+"""Idle connections are closed after this: stores close them too, some after five seconds."""
+_MOST_WORDS = 4096
+"""Bytes read of the message of a failed request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +52,7 @@ class _Signed:
     until: float
 
     def __repr__(self) -> str:
-        return "_Signed(...)"  # whoever has the URL may use it
+        return "_Signed(...)"  # anyone who has the URL may use it
 
 
 class SignedStorage:
@@ -54,7 +63,7 @@ class SignedStorage:
     gather_s = ObjectStorage.gather_s
 
     def __init__(self, url: str, sign: Sign, *, patience_s: float = PATIENCE_S) -> None:
-        """Nothing is asked of the plane or the store yet."""
+        """Makes no request yet."""
         parsed, self._sign, self._patience_s = parse_object_url(url), sign, patience_s
         self.url = str(parsed)
         self._headers = {"If-None-Match": "*"} | ({"x-ms-blob-type": "BlockBlob"} if parsed.scheme == "az" else {})
@@ -78,16 +87,12 @@ class SignedStorage:
 
     # -------------------------------------------------------------- requests
 
-    async def put_new(self, name: str, data: bytes, deadline: float | None = None) -> None:
-        """Write an object that must not exist. Raises Conflict if it does, with other bytes."""
-        await put_new(self, name, data, deadline)
-
     async def put_once(self, name: str, data: bytes) -> None:
         """Make one attempt to write an object that must not exist."""
         await self._request("PUT", name, data)
 
     async def get(self, name: str, *, deadline: float | None = None, most: int = 1 << 16) -> tuple[bytes, Any]:
-        """An object, or as much of it as tells that it is larger than `most`."""
+        """Read an object. Of one larger than `most`, reads just enough to tell."""
 
         async def act() -> bytes:
             return await self._request("GET", name, most=most)
@@ -105,13 +110,13 @@ class SignedStorage:
         url = self._known(method, name)
         if url:
             try:
-                return await asyncio.to_thread(request, method, url, headers, body, most=most)
+                return await asyncio.to_thread(_send, method, url, headers, body, most=most)
             except Refusal as error:
                 if error.status not in (400, 401, 403):
                     raise
                 self._urls.pop((method, name), None)  # expired by the store's clock, or its key was replaced
         url = await self._signed(method, name)
-        return await asyncio.to_thread(request, method, url, headers, body, most=most)
+        return await asyncio.to_thread(_send, method, url, headers, body, most=most)
 
     # -------------------------------------------------------------- URLs
 
@@ -120,7 +125,7 @@ class SignedStorage:
         return "" if found is None or found.until < time.monotonic() else found.url
 
     async def _signed(self, method: Method, name: str) -> str:
-        """A URL that is valid now. Requests that are made together ask once."""
+        """Return a URL that is valid now. Requests that are made together ask for it once."""
         async with self._asking:
             return self._known(method, name) or await self._ask_plane(method, name)
 
@@ -139,29 +144,63 @@ class SignedStorage:
         return urls[0]
 
 
-def prove_signing(storage: ObjectStorage, seconds: float) -> None:
-    """Raise StorageError unless the store keeps create-only writes apart that are made with signed URLs."""
-
-    async def sign(method: Method, names: tuple[str, ...]) -> tuple[Sequence[str], float]:
-        return await storage.sign_async(method, names, seconds), seconds
-
-    run(_prove(storage, SignedStorage(storage.url, sign)))
+# ------------------------------------------------------------------ plain HTTP requests
+#
+# Over connections that are kept; nothing of a URL is shown or logged. obstore cannot do this: its store for plain HTTP
+# has no create-only writes. Requests run on threads, and each thread has connections of its own, so that nothing is
+# shared with another thread or with a forked process.
 
 
-async def _prove(storage: ObjectStorage, signed: SignedStorage) -> None:
-    name = f"proof/{secrets.token_hex(8)}"
+class _Connections(threading.local):
+    def __init__(self) -> None:
+        self.kept: dict[tuple[str, str], tuple[http.client.HTTPConnection, float]] = {}
+        """Scheme and host -> a connection, and when it was last used."""
+
+
+_connections = _Connections()
+
+
+def _send(method: str, url: str, headers: Mapping[str, str], body: bytes = b"", *, most: int = 0) -> bytes:
+    """Return the body of a good answer, up to `most` bytes and one more. Raises Refusal or TimeoutError.
+
+    Redirects are not followed: a signature is for one host."""
     try:
-        await signed.put_new(name, b"one")
-        await signed.ask(name, lambda: signed.put_once(name, b"another"))
-    except Taken:
-        return
-    except Away:
+        return _answered(method, url, headers, body, most)
+    except TimeoutError:
         raise
-    except StorageError as error:
-        raise StorageError(f"sign_puts_s: {error}; without sign_puts_s frames of workers pass the plane") from None
-    finally:
-        await storage.remove([name])
-    raise StorageError(
-        f"sign_puts_s: {storage.url}: overwrites objects that exist when the URL is signed (If-None-Match is ignored); "
-        "use another store, or leave sign_puts_s out: then frames of workers pass the plane"
-    )
+    except (OSError, http.client.HTTPException, ValueError):  # their messages may hold the URL
+        raise Refusal(0) from None
+
+
+def _answered(method: str, url: str, headers: Mapping[str, str], body: bytes, most: int) -> bytes:
+    parts = urlsplit(url)
+    key = (parts.scheme, parts.netloc)
+    connection = _taken(key)
+    try:
+        with suppress(BrokenPipeError, ConnectionResetError):  # a store that refuses may not wait for the body
+            connection.request(method, f"{parts.path}?{parts.query}", body or None, dict(headers))
+        answer = connection.getresponse()
+        is_good = answer.status < 300
+        data = answer.read(most + 1 if is_good else _MOST_WORDS)
+    except BaseException:
+        connection.close()
+        raise
+    if answer.isclosed():  # all of it was read
+        _connections.kept[key] = connection, time.monotonic()
+    else:
+        connection.close()
+    if not is_good:
+        raise Refusal(answer.status, data.decode(errors="replace"))
+    return data
+
+
+def _taken(key: tuple[str, str]) -> http.client.HTTPConnection:
+    """Return a connection of this thread that is not in use. Closes those that were idle for long."""
+    kept, now = _connections.kept, time.monotonic()
+    for old in [one for one, (_, used_at) in kept.items() if now - used_at >= _IDLE_S]:
+        kept.pop(old)[0].close()
+    if key in kept:
+        return kept.pop(key)[0]
+    scheme, host = key
+    kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
+    return kind(host, timeout=_TIMEOUT_S)

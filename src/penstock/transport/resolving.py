@@ -91,7 +91,7 @@ class Resolver:
         return found
 
     def _drawn(self) -> float:
-        """How long to wait before the next question."""
+        """Draw how long to wait before the next look-up."""
         soon = 0.5 if 0 < self._unheard <= _SOON else 1.0
         return self._silence_s * soon * _JITTER.uniform(*_SPREAD)
 

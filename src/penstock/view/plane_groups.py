@@ -18,9 +18,9 @@ from typing import Any
 from penstock.arrays import Sample
 from penstock.errors import CorruptFile, PenstockError, UnknownKey
 from penstock.frames import decode
-from penstock.log import State, is_run, reading
+from penstock.log import GroupRow, State, is_run, reading
 from penstock.packing import pack
-from penstock.runs import EvaluationGroup, evaluations_of, read_run, read_stored, stored_samples, unused_groups
+from penstock.runs import evaluations_of, read_run, read_stored, stored_samples, unused_groups
 from penstock.view.batch_records import BatchCopy
 from penstock.view.folders import Done
 from penstock.view.jsonl import encode_line
@@ -65,7 +65,7 @@ class EvaluationStep(FrameStep):
 
     number: int
     """The policy version, 0 also if unknown."""
-    groups: tuple[EvaluationGroup, ...]
+    groups: tuple[GroupRow, ...]
     path: Path
     """The plane's folder."""
     run: str = EVALUATION
@@ -86,7 +86,7 @@ class EvaluationStep(FrameStep):
             for i, sample in enumerate(samples):
                 yield partial(self._line, group, i), record_of(sample, step=self.number, index=i)
 
-    def _line(self, group: EvaluationGroup, index: int) -> bytes:
+    def _line(self, group: GroupRow, index: int) -> bytes:
         try:
             samples = decode(read_stored(self.path, group.location))
         except PenstockError as error:
@@ -109,7 +109,7 @@ def evaluation_steps(folder: Path) -> list[EvaluationStep]:
     except CorruptFile as error:  # the ranks' exports can still be shown
         logger.warning("evaluation groups are not shown: %s", error)
         return []
-    by_version: dict[int, list[EvaluationGroup]] = {}
+    by_version: dict[int, list[GroupRow]] = {}
     for group in found:
         by_version.setdefault(group.policy_version or 0, []).append(group)
     return [
@@ -150,7 +150,7 @@ def dropped_of(folder: Path) -> dict[str, Any]:
             "id": one.id,
             "run": one.run,
             "prompt": one.prompt,
-            "state": one.state,
+            "state": one.state.name.lower(),
             "reason": one.reason,
             "samples": one.samples,
             "tokens": one.tokens,
