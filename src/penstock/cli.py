@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from penstock.commands.first_sign import FirstSign
 from penstock.commands.parsing import MissingWords, Parser, suggestion
-from penstock.config import removed_message
 from penstock.errors import PenstockError
 from penstock.extras import missing
 from penstock.version import __version__
@@ -91,9 +90,6 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. A PenstockError or OSError becomes one line on stderr and exit code 1."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if removed := removed_message(arguments):
-        print(removed, file=sys.stderr)
-        return 2
     if not arguments:
         print(overview(), end="")
         return 2

@@ -120,24 +120,6 @@ def test_words_that_make_no_command_exit_with_2(words: list[str]) -> None:
     assert stopped.value.code == 2
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [("keep", "start `penstock serve` on a folder")],
-)
-def test_a_command_that_was_removed_says_what_to_use(
-    command: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([command, "--plane", "tcp://127.0.0.1:7440"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"penstock {command}: removed; ") and words in said
-
-
-def test_a_flag_that_was_removed_says_what_to_use(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "runs/x", "--copies", "2"]) == 2
-    words = "--copies: removed; a plane writes frames to its own storage: use a folder on a shared filesystem"
-    assert words in capsys.readouterr().err
-
-
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])

@@ -12,9 +12,6 @@ from penstock.config.keywords import keywords_of as keywords_of
 from penstock.config.keywords import nested as nested
 from penstock.config.keywords import signature_of as signature_of
 from penstock.config.keywords import typed_dict as typed_dict
-from penstock.config.removed import REMOVED_SCHEMES as REMOVED_SCHEMES
-from penstock.config.removed import removed_message as removed_message
-from penstock.config.removed import without_removed as without_removed
 from penstock.config.setting import Checked as Checked
 from penstock.config.setting import Kinds as Kinds
 from penstock.config.setting import Setting as Setting
