@@ -73,7 +73,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFix
         listener.listen(1)
         port = listener.getsockname()[1]
         words = said(capsys, "view", str(tmp_path / "run"), f"--port={port}", "--no-open")
-    assert words == f"port {port}: Address already in use; choose another, or 0 for a free one"
+    assert words == f"--port: '127.0.0.1:{port}': Address already in use; use another port, or 0 for a free one"
 
 
 # ------------------------------------------------------------------ files and folders

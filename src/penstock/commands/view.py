@@ -31,12 +31,10 @@ from penstock.view import (
     Library,
     TokenExporter,
     is_run_folder,
-    listening,
-    make_app,
-    make_server,
     new_token,
     open_vocabulary,
     run_folders,
+    viewer,
     write_page,
 )
 
@@ -144,10 +142,9 @@ def _names(library: Library) -> str:
 def serve(library: Library, args: argparse.Namespace) -> int:
     """Serve until interrupted."""
     token = new_token()
-    with contextlib.suppress(KeyboardInterrupt), listening(args.port) as (listener, port):
-        server = make_server(make_app(library, token=token))
-        library.read_ahead()
-        url = f"http://127.0.0.1:{port}/?token={token}"
+    server = viewer(library, token=token, port=args.port)
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server):
+        url, port = f"{server.url}/?token={token}", server.url.rpartition(":")[2]
         print(
             f"{url}\nServing {_names(library)} to this machine only; Ctrl-C ends it.\n"
             f"From another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}, then open the same address "
@@ -156,5 +153,5 @@ def serve(library: Library, args: argparse.Namespace) -> int:
         )
         if not args.no_open and sys.stdout.isatty() and (sys.platform == "darwin" or os.environ.get("DISPLAY")):
             webbrowser.open(url)
-        server.run(sockets=[listener])
+        server.run()
     return 0

@@ -29,7 +29,5 @@ from penstock.view.run_files import at_work as at_work
 from penstock.view.static_page import write_page as write_page
 from penstock.view.tallies import tally as tally
 from penstock.view.vocabulary import open_vocabulary as open_vocabulary
-from penstock.view.web import listening as listening
-from penstock.view.web import make_app as make_app
-from penstock.view.web import make_server as make_server
 from penstock.view.web import serving as serving
+from penstock.view.web import viewer as viewer

@@ -299,7 +299,9 @@ class Library:
 
     def _read_first(self) -> None:
         with suppress(PenstockError, OSError):  # the request for it reports the error
-            name, export = next(iter(self.exports.items()))
+            name, export = next(iter(self.exports.items()), ("", None))
+            if export is None:
+                return
             run = runs_of(export)[0]
             state, steps = state_of(self.home(name, run)), self._steps(name, run)
             if steps and (state is None or state.state != "running"):
