@@ -48,8 +48,11 @@ class Library:
     folder: Path | None = None
     """A folder of runs, each an export. Runs that appear later are shown as well."""
     vocabulary: Vocabulary | None = None
-    """For all exports; without it, those of a folder of runs have their own."""
+    """Of all exports. Without it, each has that of its folder."""
     images: AssetStore | None = None
+    """Of all exports. Without it, images are looked for in `assets` of the exports' folders."""
+    assets_run: str = "local"
+    """The run under which images in these folders were stored."""
     parting: dict[str, Any] | None = None
     """Where two runs first differ, when they were compared."""
     left_out: int = field(init=False, default=0)
@@ -86,8 +89,6 @@ class Library:
                 {"name": name, "folder": export.folder.name, "runs": [self._run(name, run) for run in runs_of(export)]}
                 for name, export in self.exports.items()
             ],
-            "has_text": self.vocabulary is not None,
-            "has_images": self.images is not None,
             "parting": self.parting,
             "is_many": self.folder is not None,
         }
@@ -257,14 +258,16 @@ class Library:
 
     def _texts(self, export: str, ids: Iterable[int]) -> dict[int, str]:
         """Return the texts of token ids, by the tokenizer of all exports or of this one."""
-        vocabulary = self.vocabulary
-        if vocabulary is None and self.folder is not None:
-            home = self._export(export).folder
-            if export not in self._vocabularies:
-                has_one = (home / "tokenizer.json").is_file()
-                self._vocabularies[export] = open_vocabulary(home) if has_one else None
-            vocabulary = self._vocabularies[export]
+        if self.vocabulary is None and export not in self._vocabularies:
+            homes = [self._export(export).folder, *self._shared_homes()]
+            home = next((home for home in homes if (home / "tokenizer.json").is_file()), None)
+            self._vocabularies[export] = None if home is None else open_vocabulary(home)
+        vocabulary = self.vocabulary or self._vocabularies[export]
         return {} if vocabulary is None else texts(vocabulary, ids)
+
+    def _shared_homes(self) -> list[Path]:
+        """Return folders with files for several exports: the folder of runs, or those of compared runs."""
+        return [one.folder for one in self.exports.values()] if self.folder is None else [self.folder]
 
     def image(self, digest: str) -> tuple[bytes, str]:
         """Return an image and its media type. Only types that browsers never run as scripts are served."""
@@ -275,17 +278,18 @@ class Library:
         return store.get(digest), media_type
 
     def _store_of(self, digest: str) -> AssetStore:
-        """Return the store with an image: the one given, or the first of the folder's runs that has it."""
+        """Return the store with an image: the one given, or the first among the exports' that has it."""
         if self.images is not None:
             return self.images
         from penstock.assets import AssetStore
 
-        homes = [] if self.folder is None else [one.folder / "assets" for one in self.exports.values()]
-        for store in (AssetStore(home) for home in homes if (home / "images").is_dir()):
+        homes = [home / "assets" for home in (*self._shared_homes(), *(one.folder for one in self.exports.values()))]
+        for home in dict.fromkeys(home for home in homes if (home / "images").is_dir()):
+            store = AssetStore(home, run=self.assets_run)
             with suppress(MissingAsset):
                 store.ref(digest)
                 return store
-        raise UnknownKey("images: none; give --assets FOLDER")
+        raise UnknownKey(f"image {digest[:80]}: not in the runs' folders; give --assets FOLDER")
 
     def index(self, export: str, run: str, number: int) -> StepIndex:
         step = self._export(export).step(number, run)

@@ -77,8 +77,6 @@ def _collect(library: Library, name: str, run: str, number: int, sample: int | N
     }
     answers["overview?"] = {
         "exports": [one],
-        "has_text": library.vocabulary is not None,
-        "has_images": bool(hashes),
         "parting": None,
         "start": start,
     }
