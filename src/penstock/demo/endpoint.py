@@ -274,7 +274,7 @@ class Endpoint:
     def __init__(self, engine: Engine, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self.engine = engine
         # Idle connections stay open: closing one that a client is about to reuse would lose the request.
-        options = {"lifespan": "auto", "timeout_keep_alive": 3600}
+        options: dict[str, Any] = {"lifespan": "auto", "timeout_keep_alive": 3600}
         self._server = HttpServer(make_app(engine), host, port, setting="--port", extra="http", **options)
         self.url = f"{self._server.url}/v1"
 

@@ -135,7 +135,13 @@ class HttpServer:
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             reason = (error.strerror or str(error)).partition(" (while")[0]  # Python adds the address, which is there
             raise ConfigError(f"{setting}: {address!r}: {reason}; use another port, or 0 for a free one") from None
-        settled = {"ws": "none", "lifespan": "off", "access_log": False, "server_header": False, "log_config": None}
+        settled: dict[str, Any] = {
+            "ws": "none",
+            "lifespan": "off",
+            "access_log": False,
+            "server_header": False,
+            "log_config": None,
+        }
         settled |= {"timeout_graceful_shutdown": 1, **options}
         self._server = Server(uvicorn.Config(app, http=protocol_of(limits or Limits()), **settled))
         self._thread = threading.Thread(target=self.run, name=f"penstock-{setting}", daemon=True)

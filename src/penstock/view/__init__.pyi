@@ -26,6 +26,7 @@ from penstock.view.record import TABLE as TABLE
 from penstock.view.record import Record as Record
 from penstock.view.record import Skipped as Skipped
 from penstock.view.run_files import at_work as at_work
+from penstock.view.run_files import new_rows as new_rows
 from penstock.view.static_page import write_page as write_page
 from penstock.view.tallies import tally as tally
 from penstock.view.vocabulary import open_vocabulary as open_vocabulary

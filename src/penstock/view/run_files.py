@@ -42,12 +42,16 @@ def rows_since(folder: Path, places: Places) -> tuple[list[dict[str, float | Non
     rows: dict[int, dict[str, float | None]] = {}
     now = dict(places)
     for name in FILES:
-        lines, now[name] = _lines(folder / name, places.get(name, 0))
-        for line in lines:
-            row = _row(line)
-            if row is not None:
-                rows.setdefault(int(row["step"] or 0), {}).update(row)
+        found, now[name] = new_rows(folder / name, places.get(name, 0))
+        for row in found:
+            rows.setdefault(int(row["step"] or 0), {}).update(row)
     return [rows[step] for step in sorted(rows)], now
+
+
+def new_rows(path: Path, start: int) -> tuple[list[dict[str, float | None]], int]:
+    """Return the rows of a file after byte `start`, and where to continue."""
+    lines, end = _lines(path, start)
+    return [row for line in lines if (row := _row(line)) is not None], end
 
 
 def rows_in(path: Path) -> list[dict[str, float | None]]:
@@ -57,7 +61,7 @@ def rows_in(path: Path) -> list[dict[str, float | None]]:
     except OSError:
         return []
     # Read from the middle of a file, the first line is cut, and a cut line is no row.
-    return [row for line in _lines(path, max(size - _TAIL, 0))[0] if (row := _row(line)) is not None]
+    return new_rows(path, max(size - _TAIL, 0))[0]
 
 
 def as_columns(rows: Iterable[Mapping[str, float | None]]) -> dict[str, list[float | None]]:

@@ -163,9 +163,15 @@ def viewer(library: Library, *, token: str, port: int = 0) -> HttpServer:
     """Return the viewer's server, which listens on the loopback address. Port 0 chooses a free one."""
     app = make_app(library, token=token)
     library.read_ahead()
-    # Open event streams would delay the shutdown, so they are told of it first.
-    options = {"ending": app.closing.set, "timeout_graceful_shutdown": _GRACE_S}
-    return HttpServer(app, "127.0.0.1", port, setting="--port", extra="view", **options)
+    return HttpServer(
+        app,
+        "127.0.0.1",
+        port,
+        setting="--port",
+        extra="view",
+        ending=app.closing.set,  # open event streams would delay the shutdown
+        timeout_graceful_shutdown=_GRACE_S,
+    )
 
 
 @contextlib.contextmanager
