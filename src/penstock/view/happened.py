@@ -29,7 +29,7 @@ from penstock.log import (
     run_events_of,
 )
 from penstock.plane import SETTINGS, read_manifest
-from penstock.view.plane_groups import logger, plane_of
+from penstock.view.plane_steps import logger, plane_of
 from penstock.view.run_files import RunState
 
 DIED = "events.jsonl"

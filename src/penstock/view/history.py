@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from penstock.errors import CorruptFile, InvalidInput, UnknownKey
 from penstock.log import State, reading
 from penstock.runs import LoggedStep, logged_steps
-from penstock.view.plane_groups import plane_of
+from penstock.view.plane_steps import plane_of
 
 MOST_PROMPTS = 1000
 MOST_ENVS = 100

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.view.library import Library
-from penstock.view.plane_groups import EVALUATION
+from penstock.view.plane_steps import EVALUATION
 from penstock.view.run_files import FILES, rows_in
 
 _CURVE = 60
