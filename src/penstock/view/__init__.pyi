@@ -13,6 +13,8 @@ from penstock.view.keep_rules import Worst as Worst
 from penstock.view.library import Library as Library
 from penstock.view.library import is_run_folder as is_run_folder
 from penstock.view.library import run_folders as run_folders
+from penstock.view.parquet import ParquetFile as ParquetFile
+from penstock.view.parquet import upload_records as upload_records
 from penstock.view.plane_steps import EVALUATION as EVALUATION
 from penstock.view.plot_step import Timing as Timing
 from penstock.view.plot_step import draw as draw
