@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.commands.tables import Progress
 from penstock.commands.which_run import RUN_HELP, export_folder
 from penstock.view import EVALUATION, Export, Skipped, Step, tally
 
@@ -33,7 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     of_run = EVALUATION if args.evaluation else args.of_run
     folder = export_folder(args.folder, args.keys)
-    reports = [summarize(step) for step in _shown(_chosen(Export(folder), of_run, args.step))]
+    progress, reports = Progress(), []
+    for step in _chosen(Export(folder), of_run, args.step):
+        progress(f"reading step {step.number}")
+        reports.append(summarize(step))
+    progress.end()
     for report in reports:
         _warn(report)
     print(json.dumps({"folder": str(folder), "steps": reports}, indent=1) if args.json else _table(reports))
@@ -47,17 +51,6 @@ def _chosen(export: Export, run: str | None, step: int | None) -> list[Step]:
     if step is not None and not found:
         return [export.step(step, name) for name in runs]  # raises, and lists the steps there are
     return found
-
-
-def _shown(steps: Sequence[Step]) -> Iterator[Step]:
-    """Yield the steps, and show on a terminal which one is being read."""
-    for step in steps:
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[Kreading step {step.number}")
-            sys.stderr.flush()
-        yield step
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[K")
 
 
 def summarize(step: Step) -> dict[str, Any]:
