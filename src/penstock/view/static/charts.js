@@ -38,16 +38,6 @@
     return out;
   }
 
-  function range(values) {
-    let low = Infinity;
-    let high = -Infinity;
-    for (const value of values) {
-      if (value < low) low = value;
-      if (value > high) high = value;
-    }
-    return [low, high];
-  }
-
   function nothing(pen, width, height, ink) {
     pen.fillStyle = ink;
     pen.textAlign = "center";
@@ -107,7 +97,7 @@
     const { mask, transform, marks, centre } = options || {};
     const raw = finite(values, mask);
     const shown = (transform ? raw.map(transform) : raw).filter(Number.isFinite);
-    let [low, high] = range(shown);
+    let [low, high] = ps.extent(shown, [0, 0]);
     if (low === high) [low, high] = [low - 0.5, high + 0.5];
     const bins = Math.max(8, Math.min(48, Math.floor((canvas.clientWidth || 260) / 7)));
     const counts = new Float64Array(bins);
@@ -128,8 +118,7 @@
     canvas.setAttribute("aria-label", "trainer against sampler log-probability, " + points.length + " tokens");
     canvas.onclick = null;
     if (!points.length) return nothing(pen, width, height, colour.ink);
-    const every = points.flatMap((i) => [xs[i], ys[i]]);
-    let [low, high] = range(every);
+    let [low, high] = ps.extent(points.flatMap((i) => [xs[i], ys[i]]), [0, 0]);
     if (low === high) [low, high] = [low - 1, high + 1];
     const pad = 16;
     const x = (value) => pad + ((value - low) / (high - low)) * (width - pad - 6);

@@ -8,104 +8,41 @@
   // A line is a label and where its numbers may come from, best first: a name of the run's metrics, "@name.field" of
   // an exported step, or a function of such names.
   const CHARTS = [
-    [
-      "Reward",
-      "mean of samples: trained in the step, put before it",
-      [
-        ["trained", "train/reward", "@reward.mean"],
-        ["generated", "gen/reward"],
-      ],
-    ],
+    ["Reward", "mean of samples: trained in the step, put before it",
+      [["trained", "train/reward", "@reward.mean"], ["generated", "gen/reward"]]],
     ["Loss", "mean over trained tokens", [["loss", "train/loss", "@loss.mean"]]],
     ["Grad norm", "before clipping", [["grad norm", "train/grad_norm", "grad_norm"]]],
     ["Entropy", "mean over trained tokens", [["entropy", "train/entropy", "@entropy.mean"]]],
     ["Mismatch KL", "trainer against sampler, mean", [["mismatch KL", "train/mismatch_kl", "@mismatch_kl.mean"]]],
-    [
-      "Worst mismatch",
-      "largest of the step",
-      [
-        ["log ratio", "train/max_log_ratio"],
-        ["KL of a token", "@mismatch_kl.max"],
-      ],
-    ],
+    ["Worst mismatch", "largest of the step",
+      [["log ratio", "train/max_log_ratio"], ["KL of a token", "@mismatch_kl.max"]]],
     ["Clipped or masked", "share of trained tokens", [["masked", "train/masked", "@masked_fraction"]]],
-    [
-      "Staleness",
-      "policy versions behind",
-      [
-        ["mean", "train/staleness", "buffer/staleness", "@staleness.mean"],
-        ["oldest", "train/max_staleness", "buffer/max_staleness", "@staleness.max"],
-      ],
-    ],
-    [
-      "Wait against compute",
-      "seconds of a step",
-      [
-        ["waiting for samples", "perf/wait_s"],
-        ["computing", (get) => minus(get("perf/step_s"), get("perf/wait_s"))],
-      ],
-    ],
+    ["Staleness", "policy versions behind",
+      [["mean", "train/staleness", "buffer/staleness", "@staleness.mean"],
+       ["oldest", "train/max_staleness", "buffer/max_staleness", "@staleness.max"]]],
+    ["Wait against compute", "seconds of a step",
+      [["waiting for samples", "perf/wait_s"],
+       ["computing", (get) => minus(get("perf/step_s"), get("perf/wait_s"))]]],
     ["Tokens per second", "computed tokens, wall clock", [["tokens/s", "perf/tokens_per_s", "@tokens_per_s"]]],
-    [
-      "Padding and waste",
-      "share of what was computed",
-      [
-        ["waste", "perf/waste", "@waste"],
-        ["padding", (get) => shareOf(get("perf/padding_tokens"), get("perf/tokens"))],
-      ],
-    ],
-    [
-      "Largest micro-batch",
-      "tokens, and the configured cap",
-      [
-        ["largest", "pack/total_max_micro_batch_tokens"],
-        ["cap", "pack/micro_batch_max_tokens"],
-      ],
-    ],
-    [
-      "Micro-batches",
-      "of the step",
-      [
-        ["all ranks", "pack/total_micro_batches"],
-        ["rank 0", "pack/local_micro_batches", "perf/micro_batches"],
-      ],
-    ],
-    [
-      "Accepted and trained",
-      "samples since the start",
-      [
-        ["accepted", "gen/accepted"],
-        ["trained", "train/committed"],
-      ],
-    ],
+    ["Padding and waste", "share of what was computed",
+      [["waste", "perf/waste", "@waste"],
+       ["padding", (get) => shareOf(get("perf/padding_tokens"), get("perf/tokens"))]]],
+    ["Largest micro-batch", "tokens, and the configured cap",
+      [["largest", "pack/total_max_micro_batch_tokens"], ["cap", "pack/micro_batch_max_tokens"]]],
+    ["Micro-batches", "of the step",
+      [["all ranks", "pack/total_micro_batches"], ["rank 0", "pack/local_micro_batches", "perf/micro_batches"]]],
+    ["Accepted and trained", "samples since the start",
+      [["accepted", "gen/accepted"], ["trained", "train/committed"]]],
     ["Held", "samples that wait for training", [["held", "buffer/held"]]],
     ["Dropped, by reason", "samples since the start", "buffer/dropped/"],
-    [
-      "Memory",
-      "of rank 0 and of its device",
-      [
-        ["host", "perf/memory_bytes"],
-        ["device", "perf/device_bytes"],
-      ],
-      ps.bytes,
-    ],
-    [
-      "Length",
-      "tokens of a sample: trained in the step, put before it",
-      [
-        ["trained", (get) => over(get("pack/total_tokens"), get("pack/total_samples")), "@length.mean"],
-        ["generated", "gen/length"],
-        ["longest", "@length.max"],
-      ],
-    ],
-    [
-      "Trained tokens of a sample",
-      "mean: trained in the step, put before it",
-      [
-        ["trained", (get) => over(get("train/loss_tokens"), get("pack/total_samples"))],
-        ["generated", "gen/completion_length"],
-      ],
-    ],
+    ["Memory", "of rank 0 and of its device", [["host", "perf/memory_bytes"], ["device", "perf/device_bytes"]], ps.bytes],
+    ["Length", "tokens of a sample: trained in the step, put before it",
+      [["trained", (get) => over(get("pack/total_tokens"), get("pack/total_samples")), "@length.mean"],
+       ["generated", "gen/length"],
+       ["longest", "@length.max"]]],
+    ["Trained tokens of a sample", "mean: trained in the step, put before it",
+      [["trained", (get) => over(get("train/loss_tokens"), get("pack/total_samples"))],
+       ["generated", "gen/completion_length"]]],
     ["Trains nothing", "share of the step's samples: no advantage", [["share", "@idle"]]],
     ["Truncated rollouts", "share of samples put before the step", [["truncated", "gen/truncated"]]],
     ["Seconds of a rollout", "mean of samples put before the step", [["seconds", "gen/seconds"]]],
@@ -116,19 +53,9 @@
     ["Over the cap", "micro-batches larger than the cap", [["micro-batches", "pack/over_cap"]]],
     ["Shared tokens", "computed once for several samples", [["tokens", "perf/shared_tokens"]]],
     ["Trained samples", "of the step", [["samples", "train/samples"]]],
-    [
-      "Groups held",
-      "when the step was planned",
-      [["groups", "buffer/items"]],
-    ],
-    [
-      "Staleness of held groups",
-      "policy versions behind",
-      [
-        ["mean", "buffer/staleness_mean"],
-        ["oldest", "buffer/staleness_max"],
-      ],
-    ],
+    ["Groups held", "when the step was planned", [["groups", "buffer/items"]]],
+    ["Staleness of held groups", "policy versions behind",
+      [["mean", "buffer/staleness_mean"], ["oldest", "buffer/staleness_max"]]],
     ["Trained tokens", "of the step", [["tokens", "train/loss_tokens", "@loss_tokens"]]],
   ];
   const PACKED = ["tokens", "loss_tokens", "samples"].flatMap((name) => [`pack/local_${name}`, `pack/total_${name}`]);
@@ -208,7 +135,7 @@
 
   const RECENT = 20;
   const tenths = (share) => ps.number(Math.round(share * 1000) / 10) + " %";
-  const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+  const { mean } = ps;
 
   // One sentence on how the run is doing, from its last steps; empty where nothing is known.
   ps.verdictOf = function (found) {

@@ -59,23 +59,13 @@
         ps.el(
           "tr",
           {},
-          ps.el("td", {}, ps.number(event.step)),
-          ps.el("td", { class: "name" }, event.at === null ? "–" : ps.clock(event.at)),
-          ps.el("td", { class: "name" }, ps.el("span", { class: "word " + event.kind }, (NAMES[event.kind] || [event.kind])[0])),
+          ps.cell(ps.number(event.step)),
+          ps.cell(event.at === null ? "–" : ps.clock(event.at), true),
+          ps.cell(ps.el("span", { class: "word " + event.kind }, (NAMES[event.kind] || [event.kind])[0]), true),
           ps.el("td", { class: "name why" }, ps.visible(event.text)),
         ),
       );
-    const head = ["before step", "time", "what", ""].map((name, i) =>
-      ps.el("th", { scope: "col", class: i ? "name" : "" }, name),
-    );
-    ps.fill(
-      element,
-      ps.el("summary", {}, counted(events) + ": marked under every chart"),
-      ps.el(
-        "div",
-        { class: "table" },
-        ps.el("table", { class: "grid" }, ps.el("thead", {}, ps.el("tr", {}, ...head)), ps.el("tbody", {}, ...rows)),
-      ),
-    );
+    const summary = ps.el("summary", {}, counted(events) + ": marked under every chart");
+    ps.fill(element, summary, ps.table("", ["before step", "time", "what", ""], Boolean, rows));
   };
 }

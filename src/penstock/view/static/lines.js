@@ -43,13 +43,8 @@
 
   // The index of the value nearest to x in a rising list.
   ps.nearest = function (xs, x) {
-    let low = 0;
-    let high = xs.length - 1;
-    while (high - low > 1) {
-      const middle = (low + high) >> 1;
-      if (xs[middle] <= x) low = middle;
-      else high = middle;
-    }
+    const low = ps.lastUpTo(xs, x);
+    const high = Math.min(low + 1, xs.length - 1);
     return Math.abs(xs[high] - x) < Math.abs(xs[low] - x) ? high : low;
   };
 

@@ -160,7 +160,7 @@
       "Masks a trained token " + ps.rules[rule].about + ". The Step page counts over all samples.";
     parts.inputs.replaceChildren(
       ...ps.thresholdBoxes(thresholds, recount, "threshold-"),
-      ps.el("button", { type: "button", id: "reset", on: { click: reset } }, "reset"),
+      ps.button("reset", reset, { id: "reset" }),
     );
     recount();
   }

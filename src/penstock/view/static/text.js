@@ -52,6 +52,46 @@ const ps = {};
     return box;
   };
 
+  ps.button = (text, click, properties) => ps.el("button", { type: "button", ...properties, on: { click } }, text);
+
+  // A button that looks like a link.
+  ps.link = (text, click, properties) => ps.button(text, click, { class: "link", ...properties });
+
+  // A checkbox with its label; `act` is called with whether it is checked.
+  ps.check = function (label, checked, act, properties) {
+    const box = ps.el("input", { type: "checkbox", checked, ...properties, on: { change: () => act(box.checked) } });
+    return ps.el("label", { class: "check" }, box, label);
+  };
+
+  // A box to type into; `act` is called with its value as it changes.
+  ps.input = function (properties, act) {
+    const box = ps.el("input", { ...properties, on: { input: () => act(box.value, box) } });
+    return box;
+  };
+
+  ps.cell = (content, isText) => ps.el("td", { class: isText ? "name" : "" }, content);
+
+  // A table. Columns for which `isText` holds are aligned left, the others are numbers.
+  ps.table = function (id, names, isText, rows) {
+    const head = names.map((name, i) => ps.el("th", { scope: "col", class: isText(i) ? "name" : "" }, name));
+    const table = ps.el("table", { class: "grid" }, ps.el("thead", {}, ps.el("tr", {}, ...head)), ps.el("tbody", {}, ...rows));
+    if (id) table.id = id;
+    return ps.el("div", { class: "table" }, table);
+  };
+
+  ps.mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+
+  // The last place in a rising list whose value is at most x; 0 if all are larger.
+  ps.lastUpTo = function (rising, x) {
+    let [low, high] = [0, rising.length - 1];
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (rising[middle] <= x) low = middle;
+      else high = middle - 1;
+    }
+    return low;
+  };
+
   // A number as short as it can be read: four digits, or an exponent where those would be zeros.
   ps.number = function (value) {
     if (value === null || value === undefined || Number.isNaN(value)) return "–";

@@ -91,31 +91,9 @@
       Object.assign(view, { starts, tops, labels, height: top + 40 });
     }
 
-    function lineAt(position) {
-      let low = 0;
-      let high = view.tops.length - 1;
-      while (low < high) {
-        const middle = (low + high + 1) >> 1;
-        if (view.tops[middle] <= position) low = middle;
-        else high = middle - 1;
-      }
-      return low;
-    }
-
-    function lineOf(token) {
-      let low = 0;
-      let high = view.starts.length - 1;
-      while (low < high) {
-        const middle = (low + high + 1) >> 1;
-        if (view.starts[middle] <= token) low = middle;
-        else high = middle - 1;
-      }
-      return low;
-    }
-
-    function endOf(line) {
-      return line + 1 < view.starts.length ? view.starts[line + 1] : sample.count;
-    }
+    const lineAt = (position) => ps.lastUpTo(view.tops, position);
+    const lineOf = (token) => ps.lastUpTo(view.starts, token);
+    const endOf = (line) => view.starts[line + 1] ?? sample.count;
 
     function tokenElement(i) {
       const trained = sample.columns.loss_mask[i];
@@ -200,13 +178,9 @@
     }
 
     function place(token) {
-      if (cursor >= 0) {
-        const old = view.spacer.querySelector(".cursor");
-        if (old) old.classList.remove("cursor");
-      }
+      view.spacer.querySelector(".cursor")?.classList.remove("cursor");
       cursor = token;
-      const element = view.spacer.querySelector('[data-i="' + token + '"]');
-      if (element) element.classList.add("cursor");
+      view.spacer.querySelector('[data-i="' + token + '"]')?.classList.add("cursor");
     }
 
     const self = {
@@ -225,14 +199,9 @@
         );
         scroller.setAttribute("aria-label", label);
         scroller.addEventListener("scroll", () => requestAnimationFrame(draw));
-        scroller.addEventListener("mouseover", (event) => {
-          if (event.target.dataset && event.target.dataset.i !== undefined)
-            onCursor(Number(event.target.dataset.i), false);
-        });
-        scroller.addEventListener("click", (event) => {
-          if (event.target.dataset && event.target.dataset.i !== undefined)
-            self.go(Number(event.target.dataset.i), false);
-        });
+        const onToken = (act) => (event) => event.target.dataset?.i !== undefined && act(Number(event.target.dataset.i));
+        scroller.addEventListener("mouseover", onToken((token) => onCursor(token, false)));
+        scroller.addEventListener("click", onToken((token) => self.go(token, false)));
         view = { scroller, spacer, blocks: blocksOf() };
         lines = new Map();
         element.replaceChildren(scroller);

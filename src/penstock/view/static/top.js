@@ -58,8 +58,7 @@
     return found.length ? found : [ps.el("span", { class: "dim where" }, ps.visible(chosen.folder))];
   }
 
-  const button = (id, label, text, click) =>
-    ps.el("button", { type: "button", id, "aria-label": label, title: label, on: { click } }, text);
+  const button = (id, label, text, click) => ps.button(text, click, { id, "aria-label": label, title: label });
 
   // The button that goes with the newest step as it comes. It is there while the run goes on.
   function follow({ at, run, followNewest }) {
