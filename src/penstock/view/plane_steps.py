@@ -28,7 +28,7 @@ from penstock.packing import pack
 from penstock.runs import EvaluationGroup, LoggedStep, evaluations_of, logged_steps, stored_samples
 from penstock.view.batch_records import BatchCopy
 from penstock.view.jsonl import encode_line
-from penstock.view.record import SCHEMA_VERSION, Record, Skipped
+from penstock.view.record import Record, Skipped, place_fields
 from penstock.view.step import ReadLine, Step
 from penstock.view.tallies import moments_of
 
@@ -136,15 +136,7 @@ def evaluation_steps(folder: Path) -> list[EvaluationStep]:
 
 def record_of(sample: Sample, *, step: int, index: int, rank: int = 0, version: int | None = None) -> Record:
     """Make the record of a sample without loss terms. `version` is that of the policy its step was drawn for."""
-    fields: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
-        "step": step,
-        "export_step": step,
-        "rank": rank,
-        "micro_step": index,
-        "micro_sequence_idx": 0,
-        "export_sequence_idx": index,
-    }
+    fields = place_fields(step, export_step=step, rank=rank, micro_step=index, index=index)
     (batch,) = pack([sample], ranks=1, seq_len=sample.num_tokens, columns=tuple(sample.own.values())).ranks[0]
     copy = BatchCopy.of(batch, None)
     return next(copy.records(fields, version, untrained=True))
