@@ -325,9 +325,3 @@ def test_a_check_that_breaks_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("zmq.curve_keypair", lambda: 1 / 0)
     broken = [finding for finding in doctor.examine(tmp_path) if finding.verdict == "failure"]
     assert [(finding.name, finding.text) for finding in broken] == [("curve", "ZeroDivisionError: division by zero")]
-
-
-def test_sync_times_are_sorted(tmp_path: Path) -> None:
-    times = doctor.sync_times(tmp_path, 5)
-    assert len(times) == 5
-    assert times == sorted(times)
