@@ -13,6 +13,7 @@ from penstock.commands.first_sign import FirstSign
 from penstock.commands.parsing import MissingWords, Parser, suggestion
 from penstock.errors import PenstockError
 from penstock.extras import missing
+from penstock.server import printable
 from penstock.version import __version__
 
 GROUPS = {
@@ -126,12 +127,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _shown(text: str) -> str:
-    """Escape control characters, except newlines: errors quote names and ids that others chose.
-
-    >>> _shown("a\\x1b[31m")
-    'a\\\\x1b[31m'
-    """
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    """Escape control characters, except newlines: errors quote names and ids that others chose."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def _reader_is_gone() -> bool:

@@ -18,6 +18,7 @@ from penstock.view.parquet import upload_records as upload_records
 from penstock.view.plane_steps import EVALUATION as EVALUATION
 from penstock.view.plot_step import Timing as Timing
 from penstock.view.plot_step import draw as draw
+from penstock.view.plot_step import picture as picture
 from penstock.view.plot_step import timing_of as timing_of
 from penstock.view.reader import Export as Export
 from penstock.view.reader import StepFolder as StepFolder

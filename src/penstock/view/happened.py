@@ -30,12 +30,11 @@ from penstock.log import (
 )
 from penstock.plane import SETTINGS, read_manifest
 from penstock.view.plane_steps import logger, plane_of
-from penstock.view.run_files import RunState
+from penstock.view.run_files import RunState, last_lines
 
 DIED = "events.jsonl"
 _MOST = 1000
 """Events of a kind that are shown: the newest."""
-_MAX_READ = 256 << 10
 _QUIET_S = 60.0
 """Behind a pooler a database may lose sight of a plane that works. So a plane that accepted a group lately is there."""
 _MAX_TEXT = 300
@@ -210,18 +209,11 @@ def note_death(folder: Path, *, step: int, what: str) -> None:
 
 def deaths_of(folder: Path) -> list[Event]:
     """Return the processes that the run's launcher saw die."""
-    try:
-        with (folder / DIED).open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _MAX_READ))
-            lines = file.read(_MAX_READ).splitlines()
-    except (FileNotFoundError, NotADirectoryError):
-        return []
     found = []
-    for line in lines[-_MOST:]:
+    for line in last_lines(folder / DIED)[-_MOST:]:
         try:
             one = _READ_DIED.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):  # the first line may be cut, and the last half-written
+        except (msgspec.DecodeError, UnicodeDecodeError):  # the first line may be cut
             continue
         found.append(Event(kind="kill", step=one.step, at=one.at, text=one.what[:_MAX_TEXT]))
     return found

@@ -176,10 +176,6 @@ class Library:
                 self._points.pop(next(iter(self._points)), None)
         return known[1]
 
-    def rows_since(self, export: str, run: str, places: Places) -> tuple[list[dict[str, float | None]], Places]:
-        """Return rows written since `places`, and the places to continue from."""
-        return rows_since(self.home(export, run), places)
-
     def dropped(self, export: str, run: str) -> dict[str, Any]:
         """Return the groups that did not reach the trainer."""
         self._check_run(export, run)
@@ -375,10 +371,7 @@ def _changed(path: Path) -> float:
 
 def is_run_folder(folder: Path) -> bool:
     """Return whether a folder is or contains a run, which may not have exported anything yet."""
-    return any(
-        is_written(path) or state_of(path) is not None or plane_of(path) is not None
-        for path in (folder, *(one for one in folder.glob("*") if one.is_dir()))
-    )
+    return _is_run(folder) or bool(run_folders(folder))
 
 
 def step_grid(step: Step) -> list[dict[str, Any]]:

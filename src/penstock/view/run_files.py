@@ -56,12 +56,15 @@ def new_rows(path: Path, start: int) -> tuple[list[dict[str, float | None]], int
 
 def rows_in(path: Path) -> list[dict[str, float | None]]:
     """Return the last rows of a file of metrics, as many as a quarter of a megabyte holds."""
+    return [row for line in last_lines(path) if (row := _row(line)) is not None]
+
+
+def last_lines(path: Path) -> list[bytes]:
+    """Return the lines in the last quarter of a megabyte of a file. The first one may be cut. None if it is absent."""
     try:
-        size = path.stat().st_size
+        return _lines(path, max(path.stat().st_size - _TAIL, 0))[0]
     except OSError:
         return []
-    # Read from the middle of a file, the first line is cut, and a cut line is no row.
-    return new_rows(path, max(size - _TAIL, 0))[0]
 
 
 def as_columns(rows: Iterable[Mapping[str, float | None]]) -> dict[str, list[float | None]]:
