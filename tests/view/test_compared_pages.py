@@ -30,13 +30,13 @@ def test_a_diff_opens_where_the_runs_part(page: Any, demo: Path, tmp_path: Path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[2]["trainer_logprobs"][33] = -7.5
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    parting = compare(Export(demo), Export(other))
+    difference = compare(Export(demo), Export(other))
     library = Library(exports={"A": Export(demo), "B": Export(other)}, vocabulary=open_vocabulary(demo))
-    library.parting = place(library, parting, None)
+    library.difference = place(library, difference, None)
     with serving(library) as (url, _, _):
         page.goto(url)
         page.wait_for_selector(".cursor")
-        assert page.text_content("#notice") == parting.sentence
+        assert page.text_content("#notice") == difference.sentence
         assert page.text_content("h1") == lines[2]["sample_id"] and page.get_attribute(".cursor", "data-i") == "33"
         both = page.eval_on_selector_all(".half .cursor", "all => all.map(e => e.dataset.i)")
         assert both == ["33", "33"], "A and B stand beside each other, both at the token"
@@ -64,7 +64,7 @@ def test_a_diff_shows_a_sample_that_only_one_run_trained(page: Any, demo: Path, 
     for pair, words in ((("A", "B"), "B did not train"), (("B", "A"), "A did not train")):
         exports = {"A": Export(demo if pair[0] == "A" else other), "B": Export(other if pair[0] == "A" else demo)}
         library = Library(exports=exports, vocabulary=open_vocabulary(demo))
-        library.parting = place(library, compare(exports["A"], exports["B"]), None)
+        library.difference = place(library, compare(exports["A"], exports["B"]), None)
         with serving(library) as (url, _, _):
             page.goto(url)
             page.wait_for_selector(".half .cursor")

@@ -106,10 +106,11 @@ def _check(args: argparse.Namespace) -> int:
 def check_lines(report: Report) -> list[str]:
     """Format a check's report for people."""
     looked = "sizes compared" if report.fast else "all read"
+    witness = "none yet" if report.witness is None else f"{report.witness['commits']:,} transactions"
     rows = [
         ["log", _state(report, "log", f"run {report.run_id[:12]}, epoch {report.epoch}, transaction {report.commits}")],
         ["marker", _state(report, "marker", _marker_text(report))],
-        ["witness", _state(report, "witness", _witness_text(report))],
+        ["witness", _state(report, "witness", witness)],
         ["frames", f"{report.frames:,} needed, {size(report.bytes)}, {looked}"],
         ["missing", f"{len(report.missing):,}"],
         ["damaged", f"{len(report.damaged):,}"],
@@ -137,10 +138,6 @@ def _marker_text(report: Report) -> str:
         f"run {report.marker['run_id'][:12]}, epoch {report.marker['epoch']}, transaction {report.marker['commits']}"
     )
     return f"{found}; behind the log, as after a kill" if report.marker["epoch"] < report.epoch else found
-
-
-def _witness_text(report: Report) -> str:
-    return "none yet" if report.witness is None else f"{report.witness['commits']:,} transactions"
 
 
 def _some(what: str, lines: list[str]) -> list[str]:

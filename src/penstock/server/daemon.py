@@ -224,7 +224,7 @@ def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
     if config.http is None and config.http_token is not None:
         raise ConfigError(f"http_token: {config.http_token!r} without http; give the address of the HTTP API too")
     with contextlib.ExitStack() as opened:
-        log = _open_log(config)
+        log = open_log(run_folder(config.folder, config), config)
         opened.callback(log.close)
         hooks.log = log
         transports = []
@@ -261,10 +261,6 @@ def _open_http(config: ServerSettings, address: str, memory: MemoryPlane) -> tup
     except BaseException:
         plane.close()
         raise
-
-
-def _open_log(config: ServerSettings) -> Log:
-    return open_log(run_folder(config.folder, config), config)
 
 
 def _keep(hooks: LoopHooks, stack: contextlib.ExitStack) -> None:

@@ -1,5 +1,5 @@
 from penstock.view.access import new_token as new_token
-from penstock.view.diff import Parting as Parting
+from penstock.view.diff import Difference as Difference
 from penstock.view.diff import compare as compare
 from penstock.view.export import NoExport as NoExport
 from penstock.view.export import TokenExporter as TokenExporter

@@ -54,7 +54,7 @@ class Library:
     """Of all exports. Without it, images are looked for in `assets` of the exports' folders."""
     assets_run: str = "local"
     """The run under which images in these folders were stored."""
-    parting: dict[str, Any] | None = None
+    difference: dict[str, Any] | None = None
     """Where two runs first differ, when they were compared."""
     left_out: int = field(init=False, default=0)
     """Runs of the folder that are not shown."""
@@ -90,7 +90,7 @@ class Library:
                 {"name": name, "folder": export.folder.name, "runs": [self._run(name, run) for run in runs_of(export)]}
                 for name, export in self.exports.items()
             ],
-            "parting": self.parting,
+            "difference": self.difference,
             "is_many": self.folder is not None,
         }
 

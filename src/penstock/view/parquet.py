@@ -134,7 +134,8 @@ def _row_groups(
     for record in records:
         group.append(record)
         if images is not None:
-            inline.append(_inline(record, images, max_image_bytes))
+            own = record.fields["images"] or ()
+            inline.append([_read(images, image["hash"], max_image_bytes) for image in own])
             size += sum(len(data) for data in inline[-1] if data is not None)
         if len(group) >= most or size >= _IMAGES_PER_GROUP:
             yield group, None if images is None else inline
@@ -249,10 +250,6 @@ def _values(cell: pa.ListScalar, column: ExportColumn) -> Cells | None:
     if column.kind != "float" and values.null_count:
         return None
     return column.array(values.to_numpy(zero_copy_only=False)).reshape(shape)
-
-
-def _inline(record: Record, images: AssetStore, max_bytes: int) -> list[bytes | None]:
-    return [_read(images, image["hash"], max_bytes) for image in record.fields["images"] or ()]
 
 
 def _read(images: AssetStore, image: str, max_bytes: int) -> bytes | None:

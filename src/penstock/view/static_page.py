@@ -76,7 +76,7 @@ def _collect(library: Library, name: str, run: str, number: int, sample: int | N
     }
     answers["overview?"] = {
         "exports": [one],
-        "parting": None,
+        "difference": None,
         "start": start,
     }
     of_run = urlencode({"export": name, "run": run})

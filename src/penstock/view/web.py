@@ -81,7 +81,9 @@ def answers(library: Library) -> dict[str, Callable[[Request], Any]]:
         "group": lambda request: library.group(*_step_of(request), request.query_params.get("group", "")),
         "dropped": lambda request: library.dropped(*_run_of(request)),
         "history": lambda request: library.history(*_run_of(request)),
-        "over_steps": lambda request: library.over_steps(*_run_of(request), *_chosen(request)),
+        "over_steps": lambda request: library.over_steps(
+            *_run_of(request), request.query_params.get("of", ""), request.query_params.get("name", "")
+        ),
         "dropped_group": lambda request: library.dropped_group(
             *_run_of(request), request.query_params.get("group", "")
         ),
@@ -125,11 +127,6 @@ def _safely(respond: Callable[[Request], Response]) -> Callable[[Request], Respo
 
 def _run_of(request: Request) -> tuple[str, str]:
     return request.query_params.get("export", ""), request.query_params.get("run", "")
-
-
-def _chosen(request: Request) -> tuple[str, str]:
-    """Return whether an environment or a prompt is asked for, and its name."""
-    return request.query_params.get("of", ""), request.query_params.get("name", "")
 
 
 def _step_of(request: Request) -> tuple[str, str, int]:

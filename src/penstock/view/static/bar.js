@@ -1,4 +1,4 @@
-// The bar over the tokens: what the sample is, and what its tokens are coloured by.
+// The bar above the tokens: details of the sample, and the column its tokens are coloured by.
 "use strict";
 {
   const KINDS = [
@@ -138,7 +138,7 @@
     drawLegend(found);
   }
 
-  // The trained token furthest from the column's centre; -1 where there is none.
+  // The trained token furthest from the column's centre, -1 if there is none.
   function worst() {
     const values = sample.columns[column.key];
     const far = (i) => Math.abs(values[i] - column.centre);

@@ -1,4 +1,4 @@
-// Small charts on canvas: histograms, a scatter, the packed grid. Sharp, quiet, in the theme's colours.
+// Small charts on canvas, in the theme's colours: histograms, a scatter plot, the packed grid.
 "use strict";
 {
   function colours() {
@@ -92,7 +92,7 @@
     pen.fillText(tallest, 1, 9);
   };
 
-  // The same of values that are counted here.
+  // A histogram of values, which are counted here.
   ps.histogram = function (canvas, values, options) {
     const { mask, transform, marks, centre } = options || {};
     const raw = finite(values, mask);
@@ -107,7 +107,7 @@
     ps.bars(canvas, { low, high, counts, values: shown.length }, { ...options, marks: placed, centre: middle });
   };
 
-  // Trainer against sampler; the diagonal is agreement. A click gives the nearest token.
+  // Trainer against sampler; the diagonal is agreement. A click selects the nearest token.
   ps.scatter = function (canvas, xs, ys, options) {
     const { mask, marked, onPick, cursor } = options;
     const { pen, width, height } = prepare(canvas, Math.min(canvas.clientWidth || 240, 240));
@@ -167,7 +167,8 @@
     };
   };
 
-  // Ranks down, micro-steps across; each sample a block, padding hatched, the rest of the slot is waiting.
+  // Ranks from top to bottom, micro-steps from left to right. Each sample is a block; padding is hatched; the rest of a
+  // slot is waiting.
   ps.grid = function (canvas, ranks, options) {
     const { onPick } = options || {};
     const slots = Math.max(...ranks.map((rank) => rank.micro_batches.length), 0);

@@ -1,11 +1,11 @@
-// Which numbers of a run are drawn, under which names: what it wrote for every step, and what its exports add.
+// The charts of a run: from the metrics it wrote for every step, and from its exported steps.
 "use strict";
 {
   const minus = (a, b) => a && b && a.map((value, i) => value - b[i]);
   const over = (a, b) => a && b && a.map((value, i) => value / b[i]);
   const shareOf = (part, rest) => part && rest && part.map((value, i) => value / (value + rest[i]));
 
-  // A line is a label and where its numbers may come from, best first: a name of the run's metrics, "@name.field" of
+  // A line is a label and the sources of its numbers, best first: a name of the run's metrics, "@name.field" of
   // an exported step, or a function of such names.
   const CHARTS = [
     ["Reward", "mean of samples: trained in the step, put before it",
@@ -92,7 +92,7 @@
     return null;
   }
 
-  // Charts of a run: title, note and lines ({ label, xs, ys }); those without a number are left out.
+  // The charts of a run: title, note and lines ({ label, xs, ys }). Those without a number are left out.
   ps.curvesOf = function (found) {
     const read = reader(found);
     const names = [
@@ -124,7 +124,7 @@
     return charts;
   };
 
-  // Whether a chart says nothing over time: every line has one value, or one point, at three steps or more.
+  // Whether a chart is constant: it has three steps or more, and each of its lines has one value.
   ps.isConstant = function (chart) {
     if (chart.title === "Reward" || Math.max(...chart.lines.map((line) => line.xs.length)) < 3) return false;
     return chart.lines.every((line) => {
@@ -137,7 +137,7 @@
   const tenths = (share) => ps.number(Math.round(share * 1000) / 10) + " %";
   const { mean } = ps;
 
-  // One sentence on how the run is doing, from its last steps; empty where nothing is known.
+  // One sentence about how the run is doing, from its last steps. Empty if nothing is known.
   ps.verdictOf = function (found) {
     const charts = ps.curvesOf(found);
     const values = (title, label) => {
@@ -177,7 +177,7 @@
     return text && text[0].toUpperCase() + text.slice(1) + ".";
   };
 
-  // New rows of a run, put where they belong: a step that was trained again replaces what was there.
+  // Merge new rows into the metrics of a run. A step that was trained again replaces the earlier one.
   ps.mergeRows = function (metrics, more) {
     if (!metrics.step) metrics.step = [];
     const place = new Map(metrics.step.map((step, i) => [step, i]));

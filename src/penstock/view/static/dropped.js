@@ -1,4 +1,4 @@
-// What did not reach the trainer: by reason, group by group, with their tokens while the plane keeps them.
+// Groups that did not reach the trainer, by reason, with their tokens while the plane keeps them.
 "use strict";
 {
   const WHY = {
@@ -13,7 +13,7 @@
   const tokens = ps.newTokens("dropped-tokens", "Tokens of the group that was set aside");
   let at = null;
 
-  // Mean lengths by what became of samples: a bias shows where trained ones differ from those that came in.
+  // Mean lengths by state. A length bias shows as a difference between trained and accepted samples.
   function lengths(found) {
     const of = (name) => (found[name] === undefined ? null : Number(found[name].toPrecision(3)));
     if (of("accepted") === null) return null;

@@ -9,7 +9,7 @@
     quarantine: ["quarantine", "quarantines"],
     lose: ["loss", "losses"],
   };
-  const APART = 8; // pixels; marks that are nearer become one
+  const APART = 8; // pixels; marks closer than this are merged
   const LISTED = 6; // events named in one tooltip
   const RANK = ["kill", "rewind", "lose", "evict", "quarantine", "restart"];
 
@@ -24,7 +24,7 @@
     return lines.join("\n");
   }
 
-  // Marks for a chart's axis. `last` is the last step drawn: what happened after it stands at the end.
+  // Marks for a chart's axis. `last` is the last step drawn: later events are marked at the end.
   ps.eventMarks = function (events, scale, range, last) {
     const found = [];
     for (const event of events) {

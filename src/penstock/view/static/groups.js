@@ -21,7 +21,7 @@
     return known.length ? ps.mean(known) : null;
   }
 
-  // A group's value in a column: the mean, of extremes the largest, of names the only one.
+  // A group's value in a column: the mean, the largest of extremes, or a name that all share.
   function together(members, column) {
     const values = members.map((row) => row[column.key]);
     if (column.text) return new Set(values).size === 1 ? values[0] : null;
@@ -75,7 +75,7 @@
     return ps.el("thead", {}, ps.el("tr", {}, ps.el("th", { scope: "col", class: "name" }, first), ...head));
   }
 
-  // Advantages of a group add up to about nothing: their ends say more.
+  // Advantages of a group add up to about 0, so show their range.
   function shown(of, column) {
     if (column.key !== "advantage" || !of.members || of.advantage === null) return cell(of[column.key]);
     const low = Math.min(...of.members.map((row) => row.advantage ?? Infinity));
@@ -94,7 +94,7 @@
 
   // ---------------------------------------------------------------- one group
 
-  function said(ids, texts, total) {
+  function textOf(ids, texts, total) {
     const named = ids.map((id) => texts[id]);
     const text = named.every((one) => one !== undefined) ? named.join("") : ids.join(" ");
     return ps.visible(text) + (total > ids.length ? " … " + (total - ids.length) + " more tokens" : "");
@@ -105,7 +105,7 @@
     return ps.link(name, () => open(row.index, token), { data: { sample: row.index } });
   }
 
-  // Rollouts that end alike: what each was worth, their last tokens, and their names.
+  // Rollouts that end in the same way: their rewards, last tokens and names.
   function leaf(rows, text, token) {
     const worth = rows.map((row) => ps.rewardPill(row.reward, rewards));
     const advantages = new Set(rows.map((row) => (row.advantage === null ? "" : "A " + ps.signed(row.advantage))));
@@ -119,11 +119,11 @@
     );
   }
 
-  // A branch with what follows it; what all rollouts share is folded away.
+  // A branch with its children. What all rollouts share is collapsed.
   function branch(found, i, members) {
     const one = found.branches[i];
     const count = one.end - one.start;
-    const text = said(one.ids, found.texts, count);
+    const text = textOf(one.ids, found.texts, count);
     if (one.members.length === 1) return leaf([members[one.members[0]]], text, one.start);
     const all = one.members.length === members.length;
     const tokens = ps.number(count) + (count === 1 ? " token" : " tokens");

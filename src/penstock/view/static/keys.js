@@ -1,4 +1,4 @@
-// The keyboard: every key with what it does, shown as a list and acted upon.
+// The keyboard: the list of keys, and what each does.
 "use strict";
 {
   let acts = [];

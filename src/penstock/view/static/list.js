@@ -1,4 +1,4 @@
-// The left column: samples of a step, found by text, filtered by what they are, sorted by what is worst in them.
+// The left column: the samples of a step, with search, filters and sorting.
 "use strict";
 {
   const ROW = 66;
@@ -138,7 +138,7 @@
   ps.whereBox = function (changed, id) {
     const shown = {
       placeholder: "reward<0.5 staleness>1 env=math",
-      title: "Conditions on any column, all of which must hold: NAME>=VALUE",
+      title: "Conditions on any column: NAME>=VALUE. All must hold.",
       "aria-label": "Conditions on any column, as in reward<0.5 env=math",
     };
     return ps.input({ id, value: ps.query.get("where") || "", spellcheck: false, ...shown }, (text, box) => {
@@ -192,7 +192,7 @@
   }
 
   ps.list = {
-    // Fill the column with a step's samples; filters are kept from step to step where they still mean something.
+    // Fill the column with a step's samples. Filters that still match something are kept from step to step.
     show(element, rows, place, open) {
       samples = rows;
       at = { ...place };
@@ -219,7 +219,7 @@
         parts.scroller.scrollTop = top - parts.scroller.clientHeight / 3;
       draw();
     },
-    // The sample `by` places further down the list as it is now.
+    // The sample `by` places further down the current list.
     neighbour(by) {
       const place = shown.findIndex((row) => row.index === current);
       const next = shown[Math.max(0, Math.min(shown.length - 1, place + by))];

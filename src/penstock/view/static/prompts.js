@@ -36,7 +36,7 @@
   };
   const { spark } = ps;
 
-  // A name that opens its page over steps. The mark before the name keeps an empty one apart from none.
+  // A name that opens its page over steps. The "=" before the name distinguishes an empty name from none.
   function opening(kind, name) {
     if (ps.source.isEmbedded) return ps.visible(name || "–");
     return ps.link(ps.visible(name || "–"), () => ps.query.open({ of: kind, name: "=" + name }), { data: { over: kind } });

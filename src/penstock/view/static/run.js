@@ -239,7 +239,7 @@
     );
   }
 
-  // The other runs to draw over this one: a few as they are, many behind one word.
+  // Boxes for the other runs to draw with this one. Many are collapsed.
   function together(over) {
     const chosen = state.over().length;
     if (over.length < 6)
@@ -251,8 +251,8 @@
   function redraw() {
     for (const chart of charts) draw(chart);
     const zoomed = state.range() !== full;
-    const back = document.getElementById("whole");
-    if (back) back.hidden = !zoomed;
+    const all = document.getElementById("whole");
+    if (all) all.hidden = !zoomed;
   }
 
   function fill() {
@@ -333,13 +333,13 @@
       );
       fill();
     },
-    // New rows of a run that may be among those shown.
+    // A run, maybe one that is shown, has new rows.
     add(news) {
       const one = find(news);
       if (one) one.found.metrics = ps.mergeRows(one.found.metrics, news.metrics);
       if (isDrawn()) fill();
     },
-    // Steps of a run were exported since.
+    // The run has new exported steps.
     async stepped(at) {
       const one = find(at);
       if (!one) return;
@@ -348,7 +348,7 @@
       known.push(...(await ps.source.points(one.at, first)).steps.filter((point) => point.step >= first));
       if (isDrawn()) fill();
     },
-    // Something happened to the run since.
+    // The run has new events.
     async happened(at) {
       const one = find(at);
       if (!one) return;

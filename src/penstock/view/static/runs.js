@@ -1,4 +1,4 @@
-// The table of runs of a folder: which run, which ended, how far they are, and what reward they have now.
+// The table of runs in a folder: their states, last steps and rewards.
 "use strict";
 {
   const ORDERS = {

@@ -1,5 +1,5 @@
-// Text from a model is hostile until shown otherwise: it only ever becomes text nodes, and what a reader could not
-// see (controls, direction marks, zero-width characters) is written out as an escape.
+// Text from a model is untrusted: it only becomes text nodes, and invisible characters (controls, direction marks,
+// zero-width characters) are escaped.
 "use strict";
 const ps = {};
 
@@ -36,7 +36,7 @@ const ps = {};
     return element;
   };
 
-  // Replace what an element holds; what is null is left out.
+  // Replace the children of an element. Null ones are left out.
   ps.fill = function (element, ...children) {
     element.replaceChildren(...children.filter((child) => child !== null && child !== undefined));
   };
@@ -92,7 +92,7 @@ const ps = {};
     return low;
   };
 
-  // A number as short as it can be read: four digits, or an exponent where those would be zeros.
+  // Format a number with four digits, or with an exponent if those would be zeros.
   ps.number = function (value) {
     if (value === null || value === undefined || Number.isNaN(value)) return "–";
     if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
@@ -103,14 +103,14 @@ const ps = {};
     return text.replace("-", "−");
   };
 
-  // A column's value on one token: a number, or, where it has several, as many of them as fit.
+  // Format a column's value on one token: a number, or as many of a list as fit.
   ps.value = function (value) {
     if (!Array.isArray(value)) return ps.number(value);
     const text = JSON.stringify(value);
     return text.length > LONGEST ? text.slice(0, LONGEST) + "…" : text;
   };
 
-  // The lowest and the highest of the numbers in a list, of any length; what is null does not count.
+  // The lowest and highest number of a list. Nulls do not count.
   ps.extent = function (values, other) {
     let [low, high] = [Infinity, -Infinity];
     for (const value of values)
@@ -132,7 +132,7 @@ const ps = {};
     return Math.round(amount) + " " + unit + " ago";
   };
 
-  // A duration in seconds, as short as it can be read.
+  // Format a duration in seconds.
   ps.duration = (seconds) =>
     seconds < 120
       ? Math.round(seconds) + " s"
@@ -140,7 +140,7 @@ const ps = {};
         ? Math.round(seconds / 60) + " min"
         : Math.round(seconds / 360) / 10 + " h";
 
-  // A Unix time: the clock today, with the date before today.
+  // Format a Unix time: the time of day, with the date if that is not today.
   ps.clock = function (at) {
     const time = new Date(at * 1000);
     const isToday = time.toDateString() === new Date().toDateString();

@@ -1,4 +1,4 @@
-// The middle column: a sample token by token. Lines are laid out once from measured widths, and only those in sight are
+// The middle column: a sample token by token. Lines are laid out once from measured widths, and only visible ones are
 // in the page, so a hundred thousand tokens scroll like a hundred.
 "use strict";
 {
@@ -36,7 +36,7 @@
       return text === undefined ? String(id) : text;
     }
 
-    // Where a new block begins and what it is called: chat roles where the texts show them, else runs of the loss mask.
+    // Where each block begins, and its label: chat roles if the texts show them, otherwise changes of the loss mask.
     function blocksOf() {
       const found = [];
       for (let i = 0; i < sample.count; i++)
@@ -184,7 +184,7 @@
     }
 
     const self = {
-      // Show a sample in the column; `tell` hears of the token under the cursor.
+      // Show a sample in the column; `tell` is called with the token under the cursor.
       show(element, opened, tell) {
         sample = opened;
         cursor = -1;
@@ -213,7 +213,7 @@
         Object.assign(look, changes);
         if (view) redraw();
       },
-      // Put the cursor on a token, scrolling to it where it is out of sight.
+      // Put the cursor on a token, and scroll to it if it is out of sight.
       go(token, scroll = true) {
         if (!view || !(token >= 0 && token < sample.count)) return;
         const line = lineOf(token);
