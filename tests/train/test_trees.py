@@ -282,7 +282,9 @@ def image_samples(task: ColorTask, count: int = 3) -> list[Sample]:
         rollouts = []
         for i in range(4):
             told = [
-                Turn([*words, *prompt.token_ids], images=[prompt.image.shifted(len(words))]),
+                Turn(
+                    [*words, *prompt.token_ids], images=[image.shifted(len(words)) for image in [prompt.image] if image]
+                ),
                 Turn([12 + rng.randrange(6), task.eos], logprobs=[-1.0, -0.5]),
             ]
             if i == 3:

@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.client import open as open_plane
 from penstock.client import plane_transport
 from penstock.demo.processes import ABORTED, REFUSED, address
-from penstock.demo.tasks import Word, make_task
+from penstock.demo.tasks import Prompt, make_task
 from penstock.demo.worker import work
 from penstock.errors import ConfigError, Fenced, PeerError
 from penstock.plane import PlaneLoop, open_log
@@ -61,9 +61,11 @@ def _judge(config: TrainConfig) -> None:
     task = make_task(config.task, Path(config.folder))
     with open_plane(address(config), timeouts=config.timeouts) as plane:
         for lease in plane.lacking("rewards", groups=32):
-            answers = {sample.id: sample.token_ids[sample.loss_mask].tolist() for sample in lease.samples}
-            words = {sample.id: Word(sample.prompt, []) for sample in lease.samples}
-            lease.attach({name: task.reward(words[name], answer) for name, answer in answers.items()})
+            rewards = {
+                sample.id: task.reward(Prompt(sample.prompt, []), sample.token_ids[sample.loss_mask].tolist())
+                for sample in lease.samples
+            }
+            lease.attach(rewards)
 
 
 def _train(config: TrainConfig, index: int) -> None:

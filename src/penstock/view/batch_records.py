@@ -138,20 +138,12 @@ class BatchCopy:
         return out
 
     def _images(self, start: int, count: int) -> list[dict[str, Any]]:
+        """Describe the images of a sequence. Offsets count from its first token."""
+        own = [image for image in self.batch.images if start <= image.offset < start + count]
+        plain = ("hash", "merge", "length", "media_type", "width", "height", "num_bytes")
         return [
-            {
-                "hash": image.hash,
-                "grid": list(image.grid),
-                "merge": image.merge,
-                "offset": image.offset - start,
-                "length": image.length,
-                "media_type": image.media_type,
-                "width": image.width,
-                "height": image.height,
-                "num_bytes": image.num_bytes,
-            }
-            for image in self.batch.images
-            if start <= image.offset < start + count
+            {name: getattr(image, name) for name in plain} | {"grid": list(image.grid), "offset": image.offset - start}
+            for image in own
         ]
 
 
