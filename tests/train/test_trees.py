@@ -278,13 +278,12 @@ def image_samples(task: ColorTask, count: int = 3) -> list[Sample]:
     rng, out = random.Random(3), []
     for g in range(count):
         prompt, second = task.prompt(rng), task.prompt(rng)
+        assert prompt.image is not None
         words = [7 + rng.randrange(12) for _ in range(33)]
         rollouts = []
         for i in range(4):
             told = [
-                Turn(
-                    [*words, *prompt.token_ids], images=[image.shifted(len(words)) for image in [prompt.image] if image]
-                ),
+                Turn([*words, *prompt.token_ids], images=[prompt.image.shifted(len(words))]),
                 Turn([12 + rng.randrange(6), task.eos], logprobs=[-1.0, -0.5]),
             ]
             if i == 3:

@@ -27,8 +27,8 @@ from penstock.extras import require
 
 MIN_TOKEN = 22
 """Characters, which hold 128 bits."""
-_END_S = 10.0
-"""How long to wait for the server's thread."""
+_END_S = 2.0
+"""How long to wait for the server's thread beyond the time that uvicorn gives open requests."""
 
 
 def _raw(status: bytes, body: bytes, *headers: bytes) -> bytes:
@@ -143,6 +143,7 @@ class HttpServer:
             "log_config": None,
         }
         settled |= {"timeout_graceful_shutdown": 1, **options}
+        self._grace_s = settled["timeout_graceful_shutdown"]
         self._server = Server(uvicorn.Config(app, http=protocol_of(limits or Limits()), **settled))
         self._thread = threading.Thread(target=self.run, name=f"penstock-{setting}", daemon=True)
 
@@ -167,7 +168,7 @@ class HttpServer:
         """Stop, and wait for the thread."""
         self.stop()
         if self._thread.ident is not None:
-            self._thread.join(_END_S)
+            self._thread.join(self._grace_s + _END_S)
         self._socket.close()
 
 
