@@ -112,8 +112,8 @@ def _run(args: argparse.Namespace) -> int:
             # Python flushes stdout at exit and would report the broken pipe again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        said, name = _shown(_sentence(error)), f"penstock {args.command}"
-        print(said if said.startswith(name) else f"{name}: {said}", file=sys.stderr)
+        message, name = _shown(_sentence(error)), f"penstock {args.command}"
+        print(message if message.startswith(name) else f"{name}: {message}", file=sys.stderr)
         return 2 if isinstance(error, MissingWords) else 1
     except ImportError as error:
         found = missing(args.command, error)

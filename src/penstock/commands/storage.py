@@ -215,7 +215,7 @@ def _check_choices(args: argparse.Namespace) -> None:
 def _asked(args: argparse.Namespace) -> bool:
     if args.json:
         return False
-    print("Go on? [y/N] ", end="", flush=True)
+    print("Continue? [y/N] ", end="", flush=True)
     answer = sys.stdin.readline().strip().lower()
     return answer in ("y", "yes")
 

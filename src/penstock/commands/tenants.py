@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             f"{args.where}: not an address; give a running plane's address, such as tcp://127.0.0.1:7440"
         )
     if bool(args.evict) != bool(args.because):
-        raise InvalidInput("--evict TENANT and --because TEXT: give both; producers are told the reason")
+        raise InvalidInput("--evict TENANT and --because TEXT: give both; producers receive the reason")
     wanted = [_weight(text) for text in args.share]
     with asking(args.where, args.keys) as plane:
         for name, weight in wanted:

@@ -1,4 +1,4 @@
-"""Shows a run while it goes on: a page in the terminal (plain lines without one), and the viewer in the browser."""
+"""Shows a run in progress: a page in the terminal (plain lines without one), and the viewer in the browser."""
 
 from __future__ import annotations
 

@@ -213,10 +213,10 @@ def _questions(schemas: Mapping[Any, Any], problems: dict[str, Any]) -> dict[str
 
 
 def _opened(schema: Any) -> Any:
-    """Adapt schemas to what generators of clients make of them.
+    """Adapt schemas for generators of clients.
 
-    Of an object without declared fields they assume that it has none, so it is said that it may have any. A field with
-    a default they make one that every client must give, so a default is only named in the description.
+    They take an object without declared fields for an empty one, so it gets `additionalProperties`. They require a
+    field that has a default, so a default is only mentioned in the description.
     """
     if isinstance(schema, list):
         return [_opened(part) for part in schema]

@@ -148,12 +148,12 @@ class BatchCopy:
 
 
 def _applies(name: str, mode: str) -> bool:
-    """Supervised samples have no sampler to compare with, whatever their neighbours in the micro-batch have."""
+    """Return whether a mode has this column. Supervised samples have no sampler to compare with."""
     return mode != "sft" or name not in _COMPARED
 
 
 def _to_host(value: Any, kind: str) -> Array | None:
-    """A tensor, on any device and of any float type, as an array of its own; arrays pass too."""
+    """Copy a tensor of any device and float type, or an array, to a new array."""
     if value is None:
         return None
     if hasattr(value, "detach"):

@@ -1,4 +1,4 @@
-"""What became of environments and prompts over a run, from its plane's log: for good, with or without exports."""
+"""Rewards of environments and prompts over a run, from its plane's log. Needs neither exports nor frames."""
 
 from __future__ import annotations
 

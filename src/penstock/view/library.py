@@ -154,7 +154,7 @@ class Library:
         return {"steps": self._points_of(export, run, self._steps(export, run, after=first - 1))}
 
     def last_points(self, export: str, run: str, most: int) -> list[dict[str, Any]]:
-        """Return the same of the last steps only."""
+        """Return the same for the last `most` steps."""
         opened = self._export(export)
         if opened.is_plane and run != EVALUATION:
             return [step.point() for step in opened.logged()[-most:]]

@@ -71,7 +71,7 @@ class Watch:
 
 
 def _without_times(overview: dict[str, Any]) -> list[Any]:
-    """Return what of an overview is news: that a run wrote metrics, a page learns from the rows."""
+    """Return the part of an overview whose changes are sent. A page learns of new metrics from the rows."""
     runs = [(one["name"], run) for one in overview["exports"] for run in one["runs"]]
     return [(name, {key: value for key, value in run.items() if key != "last"}) for name, run in runs]
 

@@ -1,8 +1,8 @@
 """Steps read from a run's plane: those that ranks received, and its evaluation groups.
 
-The log has a line for every step and for every group in it, for good. Tokens can be shown while their frames are kept:
-they are freed some steps after they were trained (`retain`), so only the last steps can be opened. What a trainer
-computed is in no frame: its log-probabilities, loss and masks need a `TokenExporter`.
+The log keeps a line for every step and every group in it. Tokens can be shown while their frames are kept: these are
+freed some steps after they were trained (`retain`), so only the last steps can be opened. Frames do not contain what a
+trainer computed: its log-probabilities, loss and masks need a `TokenExporter`.
 
 Evaluation groups are shown as a run of their own, with one step per evaluated policy version. A plane may be running on
 the folder; a group it deletes during the read is counted as skipped.

@@ -115,7 +115,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     earlier_s: float = 0.0
     """Seconds that earlier starts of the run took."""
     of: str = "run"
-    """"plane" if it is known of the run's plane alone, from its log."""
+    """"plane" if this is only the state of the run's plane, from its log."""
 
     @property
     def seconds(self) -> float:

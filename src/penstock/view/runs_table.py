@@ -1,4 +1,4 @@
-"""The table of runs: of each its state, how far it is, its reward now, and when it last moved."""
+"""The table of runs: the state, last step, current reward and last change of each."""
 
 from __future__ import annotations
 
