@@ -6,10 +6,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import sys
+import textwrap
+import typing
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from penstock.config import docs_table, kinds_table, typed_dict
+import msgspec
+
+from penstock.config import Keyword, Kinds, Setting, keywords_of, settings_of
+from penstock.config.keywords import argument_type
+from penstock.config.toml_template import toml
 from penstock.packing import Packing
 from penstock.plane.settings import ClusterSettings, PlaneSettings, ServerSettings
 from penstock.replay import LIMITERS, SELECTORS, Settings
@@ -18,6 +28,8 @@ from penstock.train.run_config import TrainConfig
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 _MADE = "Made by scripts/make_settings.py."
+_HEAD = ("| in a file | takes | default | what it does |", "|---|---|---|---|")
+_HEAD_WITH_KEYWORDS = ("| keyword, flag | in a file | takes | default | what it does |", "|---|---|---|---|---|")
 
 
 def modules() -> dict[Path, str]:
@@ -31,6 +43,107 @@ def modules() -> dict[Path, str]:
         package / "replay" / "table_keywords.pyi": table,
         package / "client" / "plane_keywords.pyi": plane,
     }
+
+
+# ------------------------------------------------------------------ keyword types
+
+
+def typed_dict(name: str, kind: type[Any], meaning: str, *, required: bool = False) -> str:
+    """Return the source of a stub with a TypedDict of the keyword arguments, for type checkers.
+
+    With `required`, arguments without a default are marked Required.
+    """
+    types_ = {keyword.name: argument_type(keyword.setting) for keyword in keywords_of(kind)}
+    for keyword in keywords_of(kind) if required else ():
+        if keyword.default is dataclasses.MISSING:
+            types_[keyword.name] = f"Required[{types_[keyword.name]}]"
+    lines = [f'"""{meaning}"""', "", *_imports(kind, types_), "", *_class(name, kind, meaning, types_)]
+    return "\n".join(lines) + "\n"
+
+
+def _imports(kind: type[Any], types_: Mapping[str, str]) -> list[str]:
+    settings = [keyword.setting for keyword in keywords_of(kind)]
+    mentioned = set(re.findall(r"\w+", " ".join(types_.values())))
+    homes = {"collections.abc": {"Mapping", "Sequence"}, "pathlib": {"Path"}, "typing": {"Any", "Literal", "Required"}}
+    used = {home: sorted(names & mentioned) for home, names in homes.items()}
+    used["typing"] = sorted([*used["typing"], "TypedDict"])
+    items = [typing.get_args(s.type)[0] for s in settings if typing.get_origin(s.type) is tuple]
+    classes = [s.type for s in settings if s.record is not None or s.kinds is not None]
+    classes += [item for item in items if isinstance(item, type) and issubclass(item, msgspec.Struct)]
+    ours = {(one.__module__, one.__name__) for one in classes}
+    lines = [f"from {home} import {', '.join(names)}" for home, names in used.items() if names]
+    names_in = {home: sorted(one for place, one in ours if place == home) for home, _ in sorted(ours)}
+    more = [f"from {home} import {', '.join(names)}" for home, names in names_in.items()]
+    return [*lines, *(["", *more] if more else [])]
+
+
+def _class(name: str, kind: type[Any], meaning: str, types_: Mapping[str, str]) -> list[str]:
+    lines = [f"class {name}(TypedDict, total=False):", f'    """{meaning}"""', ""]
+    for keyword in keywords_of(kind):
+        lines.append(f"    {keyword.name}: {types_[keyword.name]}")
+        lines += textwrap.wrap(f'"""{_sentence(keyword)}"""', 118, initial_indent="    ", subsequent_indent="    ")
+    return lines
+
+
+def _sentence(keyword: Keyword) -> str:
+    meaning = keyword.setting.meaning
+    return f"{meaning[:1].upper()}{meaning[1:]}."
+
+
+# ------------------------------------------------------------------ tables of the docs
+
+
+def docs_table(kind: type[Any], *, keywords: bool = True, beyond: type[Any] | None = None) -> str:
+    """Return a Markdown table of all settings of a record; with `keywords`, also their names as arguments and flags.
+
+    With `beyond`, leave out settings that this other record has with the same default.
+    """
+    names = {keyword.path: keyword.name for keyword in keywords_of(kind)} if keywords else {}
+    rows = [_row(path, setting, default, names, keywords) for path, setting, default in _all(kind, "", None)]
+    if beyond is not None:
+        known = docs_table(beyond, keywords=keywords).splitlines()
+        rows = [row for row in rows if row not in known]
+    return "\n".join([*(_HEAD_WITH_KEYWORDS if keywords else _HEAD), *rows])
+
+
+def kinds_table(roles: Mapping[str, Kinds]) -> str:
+    """Return a Markdown table of the classes a setting may be set to, with their parameters."""
+    rows = ["| for | name | what it is | parameters |", "|---|---|---|---|"]
+    for role, kinds in roles.items():
+        for name, kind in kinds.items():
+            parameters = [_parameter(setting) for setting in settings_of(kind)]
+            about = (kind.__doc__ or "").partition("\n")[0].rstrip(".")
+            rows.append(f"| {role} | `{name}` | {about} | {'; '.join(parameters)} |")
+    return "\n".join(rows)
+
+
+def _parameter(setting: Setting) -> str:
+    default = "must be given" if setting.required else f"default {toml(setting.default, setting)}"
+    return f"`{setting.name}`: {setting.meaning} ({setting.takes}; {default})"
+
+
+def _all(kind: type[Any], table: str, base: Any) -> list[tuple[str, Setting, Any]]:
+    """Return every setting with its path and default: a table's own settings before the tables in it.
+
+    `base` is the default of the table, whose values win over the declared defaults."""
+    found, below = [], []
+    for setting in settings_of(kind):
+        path = f"{table}.{setting.name}".strip(".")
+        default = setting.default if base is None else getattr(base, setting.name)
+        if setting.record is None:
+            found.append((path, setting, default))
+        else:
+            inner = default if isinstance(default, setting.record) else None
+            below += _all(setting.record, path, inner)
+    return [*found, *below]
+
+
+def _row(path: str, setting: Setting, default: Any, names: dict[str, str], keywords: bool) -> str:
+    shown = "must be given" if default is dataclasses.MISSING else f"`{toml(default, setting)}`"
+    cells = [f"`{path}`", setting.takes, shown, setting.meaning]
+    if keywords:
+        cells.insert(0, f"`{names[path]}`" if path in names else "")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def markers(name: str) -> tuple[str, str]:

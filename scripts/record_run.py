@@ -22,7 +22,7 @@ import xxhash
 from penstock.log import EVENTS, LOG, copy_log, reading, run_events_of
 from penstock.plane import read_manifest
 from penstock.view.folders import promote, read_done, step_folder, write_done
-from penstock.view.plane_groups import plane_of
+from penstock.view.plane_steps import plane_of
 from penstock.view.reader import Export
 
 FILES = ("metrics.jsonl", "plane.jsonl", "events.jsonl", "state.json", "tokenizer.json")

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from penstock.commands.first_sign import FirstSign
 from penstock.commands.parsing import MissingWords, Parser, suggestion
-from penstock.config import removed_message
 from penstock.errors import PenstockError
 from penstock.extras import missing
+from penstock.server import printable
 from penstock.version import __version__
 
 GROUPS = {
@@ -91,9 +91,6 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. A PenstockError or OSError becomes one line on stderr and exit code 1."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if removed := removed_message(arguments):
-        print(removed, file=sys.stderr)
-        return 2
     if not arguments:
         print(overview(), end="")
         return 2
@@ -115,8 +112,8 @@ def _run(args: argparse.Namespace) -> int:
             # Python flushes stdout at exit and would report the broken pipe again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        said, name = _shown(_sentence(error)), f"penstock {args.command}"
-        print(said if said.startswith(name) else f"{name}: {said}", file=sys.stderr)
+        message, name = _shown(_sentence(error)), f"penstock {args.command}"
+        print(message if message.startswith(name) else f"{name}: {message}", file=sys.stderr)
         return 2 if isinstance(error, MissingWords) else 1
     except ImportError as error:
         found = missing(args.command, error)
@@ -130,12 +127,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _shown(text: str) -> str:
-    """Escape control characters, except newlines: errors quote names and ids that others chose.
-
-    >>> _shown("a\\x1b[31m")
-    'a\\\\x1b[31m'
-    """
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    """Escape control characters, except newlines: errors quote names and ids that others chose."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def _reader_is_gone() -> bool:

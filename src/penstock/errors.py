@@ -208,8 +208,8 @@ class PutManyError(PenstockError):
         failed = [(i, error) for i, error in enumerate(results) if isinstance(error, PenstockError)]
         shown = "; ".join(f"groups[{i}]: {type(error).__name__}: {error}" for i, error in failed[:_SHOWN])
         more = f"; and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
-        words = f"put_many: {len(failed)} of {len(results)} groups failed, the others are durable: {shown}{more}"
-        return PutManyError(words, tuple(results))
+        message = f"put_many: {len(failed)} of {len(results)} groups failed, the others are durable: {shown}{more}"
+        return PutManyError(message, tuple(results))
 
     @property
     def failed(self) -> dict[int, PenstockError]:

@@ -21,7 +21,8 @@ def exports_of(package: str, file: str) -> tuple[Callable[[str], object], Callab
 
     def load(name: str) -> object:
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            # With `name` and `obj`, Python's traceback adds "Did you mean ...?".
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
         module, original = homes[name]
         value: object = getattr(importlib.import_module(module), original)
         setattr(sys.modules[package], name, value)  # the next access does not come here

@@ -30,13 +30,15 @@ def test_alone_it_lists_the_commands_in_four_groups_and_exits_with_2(capsys: pyt
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_fits_80_columns(
+def test_help_has_an_example_and_fits_80_columns(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
-    assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80] == []
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0 and [line for line in text.splitlines() if len(line) > 80] == []
+    assert f"penstock {command} " in text.split("usage:", 1)[1].split("\n", 2)[2]
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def test_the_endpoint_is_written_and_served_by_the_command(tmp_path: Path, capsy
     with Endpoint(Engine(folder)) as other:
         port = other.url.rpartition(":")[2].removesuffix("/v1")
         assert main(["rollouts", "endpoint", str(folder), "--port", port]) == 1
-        assert "give another --port" in capsys.readouterr().err
+        assert "use another port, or 0 for a free one" in capsys.readouterr().err
 
 
 def test_an_interrupt_ends_the_endpoint_with_130(endpoint: Endpoint) -> None:

@@ -16,13 +16,11 @@ from penstock.config import (
     add_flags,
     build,
     check,
-    docs_table,
     keywords_of,
     nested,
     read_flags,
     signature_of,
     template,
-    typed_dict,
 )
 from penstock.errors import ConfigError
 from penstock.plane.settings import EXAMPLE, ServerSettings
@@ -46,7 +44,7 @@ def test_a_setting_declared_in_one_line_is_a_keyword_with_its_type_and_default()
         parameters=signature_of(open_like, WithOneMore).parameters.values()  # type: ignore[arg-type]
     )
     assert (shown.parameters["colour_depth"].default, shown.parameters["colour_depth"].annotation) == (8, "int")
-    assert '    colour_depth: int\n    """Bits of a colour."""' in typed_dict("K", WithOneMore, "")
+    assert '    colour_depth: int\n    """Bits of a colour."""' in make_settings.typed_dict("K", WithOneMore, "")
     made = open_like("here", folder="x", ranks=1, seq_len=8, groups_per_step=1, colour_depth=3)
     assert made.colour_depth == 3
     with pytest.raises(ConfigError, match="here: color_depth: unknown setting; did you mean 'colour_depth'"):
@@ -87,7 +85,7 @@ def test_a_setting_declared_in_one_line_stands_in_the_template_and_in_the_docs_t
     assert "# Bits of a colour (a whole number from 1 to 48).\n# colour_depth = 8\n" in text
     assert "\ncolour_depth = 9\n" in template(replace(example, colour_depth=9), title="T")
     row = "| `colour_depth` | `colour_depth` | a whole number from 1 to 48 | `8` | bits of a colour |"
-    assert row in docs_table(WithOneMore).splitlines()
+    assert row in make_settings.docs_table(WithOneMore).splitlines()
 
 
 def test_what_is_made_of_the_declarations_is_up_to_date() -> None:

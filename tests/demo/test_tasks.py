@@ -18,7 +18,7 @@ from penstock.convert import make_group
 from penstock.demo.launch import Progress
 from penstock.demo.sampler import sample
 from penstock.demo.screen import page, screen, sparkline
-from penstock.demo.tasks import EOS, PAD, REVERSE, ReverseTask, Word, make_task, model_of
+from penstock.demo.tasks import EOS, PAD, REVERSE, Prompt, ReverseTask, make_task, model_of
 from penstock.demo.worker import life_name
 from penstock.packing import pack
 from penstock.train.logits import token_logprobs
@@ -38,7 +38,7 @@ def ids(word: str) -> list[int]:
 
 def test_only_the_reversed_word_and_its_end_earn_the_whole_reward() -> None:
     task = ReverseTask(3)
-    prompt = Word("abc", [])
+    prompt = Prompt("abc", [])
     assert task.reward(prompt, [*ids("cba"), EOS]) == 1.0
     assert task.reward(prompt, ids("cba")) == 0.75
     assert task.reward(prompt, [*ids("abc"), EOS]) == 0.5
@@ -128,7 +128,7 @@ def test_every_life_of_a_worker_has_a_name_of_its_own_made_of_the_seed(tmp_path:
 def test_prompts_of_the_text_task_have_the_name_of_their_word() -> None:
     task = make_task(TaskConfig(), Path("unused"))
     first, again = task.prompt(random.Random(3)), task.prompt(random.Random(3))
-    assert first.name == again.name == first.word
+    assert first.name == again.name and len(first.name) == 3
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import tomllib
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -66,10 +65,6 @@ def test_parts_are_built_from_names_and_tables() -> None:
     [
         ("packing.seq_lne=3", "packing.seq_lne: unknown key; did you mean 'seq_len'?"),
         ("colour=red", "colour: unknown key; known are packing"),
-        ("copies=2", "copies: removed; a plane writes frames to its own storage: use a folder on a shared filesystem"),
-        ("archive=s3://bucket/run", 'archive: removed; a run that is started with retain="all" keeps everything'),
-        ("archive_hold_bytes=1", 'archive_hold_bytes: removed; a run that is started with retain="all"'),
-        ("timeouts.keeper_s=60", "timeouts.keeper_s: removed; a plane writes frames to its own storage"),
         ("packing.seq_len=long", "packing.seq_len: 'long'; must be a whole number from 1 up"),
         ("timeouts.peer_s=true", "timeouts.peer_s: True; must be a number above 0"),
         ("listen=[1]", "listen: [1]; must be a list, each item text"),
@@ -174,10 +169,6 @@ def test_open_takes_every_setting_of_a_plane_and_no_other() -> None:
         pass
     with pytest.raises(ConfigError, match="memory:: seq_lne: unknown setting; did you mean 'seq_len'"):
         ps.open("memory:", ranks=1, seq_lne=8, groups_per_step=1)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match=r"memory:: node: removed; .*leave it out"):
-        ps.open("memory:", ranks=1, node="a")  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match=r"runs/x: frames: removed; .*give `log` a folder"):
-        ps.open("runs/x", ranks=1, seq_len=8, groups_per_step=1, frames="f")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="memory:: seq_len: missing"):
         ps.open("memory:", ranks=1)
     with pytest.raises(ConfigError, match=r"memory:: capacity: 0; must be a whole number from 1 to 134217728"):
@@ -190,23 +181,6 @@ def test_an_address_of_no_known_kind_is_no_folder(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"must begin with one of tcp://, ipc://, file://, ray://"):
         ps.open("http://head:7440", ranks=1, seq_len=16, groups_per_step=1)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("scheme", ["shm", "shm+ipc"])
-def test_an_address_of_the_removed_transport_names_its_replacement(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    address = f"{scheme}:///tmp/plane.sock"
-    calls: list[Callable[[], object]] = [
-        lambda: ps.open(address),
-        lambda: ps.open("memory:", ranks=1, seq_len=16, groups_per_step=1, listen=[address]),
-        lambda: ps.connect(address, rank=0, world=1),
-    ]
-    for call in calls:
-        with pytest.raises(ConfigError, match=rf"{re.escape(scheme)}:// was removed; use ipc://PATH"):
-            call()
     assert not list(tmp_path.iterdir())
 
 

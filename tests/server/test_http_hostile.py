@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from penstock.server.http_server import HttpThread, Limits
+from penstock.server.http_server import HttpServer, Limits
 from penstock.server.metrics_page import MetricsPage
 from penstock.server.openapi import FRAME
 from penstock.server.plane_process import PlaneProcess
@@ -101,7 +101,7 @@ class Pages:
 @contextlib.contextmanager
 def serving(**limits: Any) -> Iterator[tuple[Pages, str]]:
     pages = Pages()
-    server = HttpThread(pages, "127.0.0.1", 0, setting="test", extra="http", limits=Limits(**limits))
+    server = HttpServer(pages, "127.0.0.1", 0, setting="test", extra="http", limits=Limits(**limits)).start()
     try:
         yield pages, server.url
     finally:

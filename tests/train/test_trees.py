@@ -278,6 +278,7 @@ def image_samples(task: ColorTask, count: int = 3) -> list[Sample]:
     rng, out = random.Random(3), []
     for g in range(count):
         prompt, second = task.prompt(rng), task.prompt(rng)
+        assert prompt.image is not None
         words = [7 + rng.randrange(12) for _ in range(33)]
         rollouts = []
         for i in range(4):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 
 from penstock.errors import ConfigError
+from penstock.view import Library
 from penstock.view.access import POLICY, Guard, cookie_name, new_token
-from penstock.view.web import listening
+from penstock.view.web import viewer as make_viewer
 from tests.view.caller import ROUTES, Caller
 
 
@@ -100,8 +102,8 @@ def test_every_answer_carries_the_policy(viewer: Caller, route: str) -> None:
 
 
 def test_the_server_listens_on_the_loopback_address_only() -> None:
-    with listening(0) as (listener, port):
-        assert listener.getsockname() == ("127.0.0.1", port)
+    with contextlib.closing(make_viewer(Library(), token=new_token())) as server:
+        assert server.url.startswith("http://127.0.0.1:")
 
 
 def test_a_short_token_is_refused() -> None:

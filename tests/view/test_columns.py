@@ -102,16 +102,16 @@ def test_a_difference_in_any_column_is_found(tmp_path: Path, column: ExportColum
         changed[3] = changed[3] + 1
     other = dataclasses.replace(batch, columns={**batch.columns, column.attribute: changed})
     runs = [export(tmp_path / name, one) for name, one in (("a", batch), ("b", other))]
-    parting = compare(*runs)
-    assert (parting.what, parting.token, parting.column) == ("token", 3, column.name)
-    assert parting.values is not None and parting.values[0] != parting.values[1]
-    json.dumps(dataclasses.asdict(parting))
+    difference = compare(*runs)
+    assert (difference.what, difference.token, difference.column) == ("token", 3, column.name)
+    assert difference.values is not None and difference.values[0] != difference.values[1]
+    json.dumps(dataclasses.asdict(difference))
 
 
 def test_values_of_another_shape_are_a_difference(tmp_path: Path) -> None:
     wide, narrow = (batch_with_everything(routed_experts=np.ones((LENGTH, 3, k), np.uint8)) for k in (4, 2))
-    parting = compare(export(tmp_path / "a", wide), export(tmp_path / "b", narrow))
-    assert (parting.token, parting.column) == (0, "routed_experts")
+    difference = compare(export(tmp_path / "a", wide), export(tmp_path / "b", narrow))
+    assert (difference.token, difference.column) == (0, "routed_experts")
 
 
 def test_the_viewer_is_sent_every_column(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 from pathlib import Path
 from typing import Any
@@ -14,31 +13,12 @@ from penstock.commands.diff import place
 from penstock.view import Export
 from penstock.view.diff import compare
 from penstock.view.library import Library
-from penstock.view.static_page import make_page
 from penstock.view.vocabulary import open_vocabulary
 from penstock.view.web import serving
 from tests.support.browser import keep_pictures, wait_until
-from tests.view.demo_page import ARTIFACTS, cell, keep, records
+from tests.view.demo_page import ARTIFACTS, cell, keep
 
 pytestmark = pytest.mark.process
-
-
-def test_a_page_written_to_a_file_works_alone(page: Any, demo: Path, tmp_path: Path) -> None:
-    library = Library(exports={"demo": Export(demo)}, vocabulary=open_vocabulary(demo))
-    file = tmp_path / "step.html"
-    file.write_bytes(make_page(library, step=2))
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    page.goto(file.as_uri())
-    page.wait_for_selector("#counts table")
-    page.keyboard.press("j")
-    page.keyboard.press("w")
-    page.wait_for_selector(".cursor")
-    assert page.text_content("#count") == f"{len(records(demo, 2))} samples"
-    page.keyboard.press("2")
-    page.wait_for_selector("#grid")
-    assert [address for address in asked if not address.startswith(("file:", "data:"))] == []
-    assert page.errors == []
 
 
 def test_a_diff_opens_where_the_runs_part(page: Any, demo: Path, tmp_path: Path) -> None:
@@ -50,13 +30,13 @@ def test_a_diff_opens_where_the_runs_part(page: Any, demo: Path, tmp_path: Path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[2]["trainer_logprobs"][33] = -7.5
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    parting = compare(Export(demo), Export(other))
+    difference = compare(Export(demo), Export(other))
     library = Library(exports={"A": Export(demo), "B": Export(other)}, vocabulary=open_vocabulary(demo))
-    library.parting = place(library, parting, None)
+    library.difference = place(library, difference, None)
     with serving(library) as (url, _, _):
         page.goto(url)
         page.wait_for_selector(".cursor")
-        assert page.text_content("#notice") == parting.sentence
+        assert page.text_content("#notice") == difference.sentence
         assert page.text_content("h1") == lines[2]["sample_id"] and page.get_attribute(".cursor", "data-i") == "33"
         both = page.eval_on_selector_all(".half .cursor", "all => all.map(e => e.dataset.i)")
         assert both == ["33", "33"], "A and B stand beside each other, both at the token"
@@ -84,7 +64,7 @@ def test_a_diff_shows_a_sample_that_only_one_run_trained(page: Any, demo: Path, 
     for pair, words in ((("A", "B"), "B did not train"), (("B", "A"), "A did not train")):
         exports = {"A": Export(demo if pair[0] == "A" else other), "B": Export(other if pair[0] == "A" else demo)}
         library = Library(exports=exports, vocabulary=open_vocabulary(demo))
-        library.parting = place(library, compare(exports["A"], exports["B"]), None)
+        library.difference = place(library, compare(exports["A"], exports["B"]), None)
         with serving(library) as (url, _, _):
             page.goto(url)
             page.wait_for_selector(".half .cursor")
@@ -127,24 +107,3 @@ def test_evaluation_groups_are_shown_beside_what_was_trained(page: Any, demo: Pa
             page.wait_for_selector(".curves canvas")
             assert "Reward" in page.eval_on_selector_all(".curves h2", "all => all.map(e => e.textContent)")
     assert page.errors == []
-
-
-def test_without_the_token_the_browser_is_shown_a_sentence_and_no_data(page: Any, demo_url: str) -> None:
-    page.context.clear_cookies()
-    page.goto("about:blank")
-    for address in (demo_url.split("?")[0], demo_url[:-3], demo_url.split("?")[0] + "api/overview"):
-        answer = page.goto(address)
-        assert answer.status == 403 and "needs the token" in page.text_content("body")
-    page.goto("about:blank")
-    page.goto(demo_url.replace("127.0.0.1", "localhost") + "#/samples")
-    page.wait_for_selector("#counts table")
-    page.errors.clear()
-
-
-def test_another_name_for_this_machine_is_refused(demo_url: str) -> None:
-    port = int(demo_url.split(":")[2].split("/")[0])
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    connection.request("GET", "/" + demo_url.split("/")[-1], headers={"Host": f"rebound.example:{port}"})
-    answer = connection.getresponse()
-    assert answer.status == 421 and answer.getheader("set-cookie") is None
-    connection.close()

@@ -42,9 +42,9 @@ def changed(run: Path, to: Path, step: int, edit: Any, *, rank: int = 1) -> Path
 
 
 def test_a_run_is_the_same_as_itself(run: Path) -> None:
-    parting = compare(Export(run), Export(run))
-    assert parting.what == "same" and (parting.steps_compared, parting.samples_compared) == (3, 12)
-    assert re.fullmatch(r"No difference in 3 steps, 12 samples and [\d,]+ tokens\.", parting.sentence)
+    difference = compare(Export(run), Export(run))
+    assert difference.what == "same" and (difference.steps_compared, difference.samples_compared) == (3, 12)
+    assert re.fullmatch(r"No difference in 3 steps, 12 samples and [\d,]+ tokens\.", difference.sentence)
 
 
 @pytest.mark.parametrize("column", CHANGED)
@@ -59,16 +59,16 @@ def test_a_change_of_one_value_is_found_with_its_place(run: Path, tmp_path: Path
         seen.update(id=line["sample_id"], values=(old, values[40]))
 
     other = changed(run, tmp_path / "b", 2, edit)
-    parting = compare(Export(run), Export(other))
-    assert (parting.what, parting.step, parting.sample_id, parting.token, parting.column) == (
+    difference = compare(Export(run), Export(other))
+    assert (difference.what, difference.step, difference.sample_id, difference.token, difference.column) == (
         "token",
         2,
         seen["id"],
         40,
         column,
     )
-    assert parting.values == pytest.approx(seen["values"])
-    assert parting.steps_compared == 1 and parting.rank == 1
+    assert difference.values == pytest.approx(seen["values"])
+    assert difference.steps_compared == 1 and difference.rank == 1
     assert compare(Export(run), Export(other), step=1).what == "same"
 
 
@@ -83,15 +83,17 @@ def test_the_first_token_wins_and_at_it_the_first_column(
                 lines[0][column][token] += 1
 
     other = changed(run, tmp_path_factory.mktemp("b") / "b", 1, edit)
-    parting = compare(Export(run), Export(other))
-    assert (parting.token, parting.column) == (min(tokens), "trainer_logprobs")
+    difference = compare(Export(run), Export(other))
+    assert (difference.token, difference.column) == (min(tokens), "trainer_logprobs")
 
 
 def test_a_null_on_one_side_is_a_difference_and_on_both_is_none(run: Path, tmp_path: Path) -> None:
     other = changed(run, tmp_path / "b", 1, lambda lines: lines[0]["rewards"].__setitem__(3, None))
-    parting = compare(Export(run), Export(other))
+    difference = compare(Export(run), Export(other))
     assert (
-        (parting.column, parting.token) == ("rewards", 3) and parting.values is not None and parting.values[1] is None
+        (difference.column, difference.token) == ("rewards", 3)
+        and difference.values is not None
+        and difference.values[1] is None
     )
     assert compare(Export(other), Export(other)).what == "same"
 
@@ -102,17 +104,17 @@ def test_runs_without_an_id_in_common_are_said_to_have_none(run: Path, tmp_path:
             line["sample_id"] = f"other-{line['sample_id']}"
 
     half = changed(run, tmp_path / "b", 2, rename, rank=0)
-    parting = compare(Export(run), Export(changed(half, tmp_path / "c", 2, rename)))
-    assert (parting.what, parting.step) == ("samples", 2)
-    assert "has the id of one of B (other-" in parting.sentence
+    difference = compare(Export(run), Export(changed(half, tmp_path / "c", 2, rename)))
+    assert (difference.what, difference.step) == ("samples", 2)
+    assert "has the id of one of B (other-" in difference.sentence
 
 
 def test_a_sample_only_one_run_trained_is_named(run: Path, tmp_path: Path) -> None:
     gone: list[str] = []
     other = changed(run, tmp_path / "b", 3, lambda lines: gone.append(lines.pop()["sample_id"]))
-    parting = compare(Export(run), Export(other))
+    difference = compare(Export(run), Export(other))
     said = f"The runs first differ at step 3: only A trained sample {gone[0]}; 3 samples of that step are in both."
-    assert parting.sentence == said
+    assert difference.sentence == said
     assert compare(Export(other), Export(run)).sentence.startswith("The runs first differ at step 3: only B")
 
 
@@ -123,8 +125,8 @@ def test_a_shorter_sample_parts_at_its_end(run: Path, tmp_path: Path) -> None:
             if isinstance(values, list) and len(values) == count:
                 values.pop()
 
-    parting = compare(Export(run), Export(changed(run, tmp_path / "b", 1, edit)))
-    assert parting.what == "length" and "tokens." in parting.sentence
+    difference = compare(Export(run), Export(changed(run, tmp_path / "b", 1, edit)))
+    assert difference.what == "length" and "tokens." in difference.sentence
 
 
 def test_order_and_place_do_not_matter_when_samples_have_ids(run: Path, tmp_path: Path) -> None:
@@ -138,8 +140,8 @@ def test_a_run_that_went_on_is_the_same_up_to_there(run: Path, tmp_path: Path) -
     other = tmp_path / "b"
     shutil.copytree(run, other)
     shutil.rmtree(other / "token_exports/step_3")
-    parting = compare(Export(run), Export(other))
-    assert parting.sentence == "The runs are the same up to step 3, which B has not finished."
+    difference = compare(Export(run), Export(other))
+    assert difference.sentence == "The runs are the same up to step 3, which B has not finished."
     with pytest.raises(InvalidInput, match="no finished step in both"):
         compare(Export(run), Export(other), step=3)
 

@@ -12,8 +12,8 @@ import pytest
 import penstock as ps
 from penstock.cli import main
 from penstock.errors import InvalidInput, UnknownKey
+from penstock.view import EVALUATION
 from penstock.view.library import Library
-from penstock.view.plane_groups import EVALUATION
 from penstock.view.reader import Export
 from penstock.view.record import Skipped
 from tests.support.exports import make_export

@@ -154,8 +154,8 @@ def test_two_exports_part_where_an_own_column_differs(tmp_path: Path) -> None:
         )
         (batch,) = ps.pack([sample], ranks=1, seq_len=8, columns=MINE).ranks[0]
         made.append(export(tmp_path / name, batch))
-    parting = compare(*made)
-    assert (parting.token, parting.column, parting.values) == (2, "turn_weights", (3.0, 4.0))
+    difference = compare(*made)
+    assert (difference.token, difference.column, difference.values) == (2, "turn_weights", (3.0, 4.0))
 
 
 def test_names_in_a_record_a_batch_and_a_turn_are_reserved() -> None:

@@ -17,7 +17,7 @@ from penstock.testing.reference_images import draw_screenshot
 from penstock.view import Export, TokenExporter
 from penstock.view.library import Library
 from penstock.view.static_page import make_page
-from penstock.view.vocabulary import Pieces
+from penstock.view.vocabulary import Vocabulary
 from penstock.view.web import serving
 from tests.support.browser import wait_until
 from tests.support.exports import Words, terms_of
@@ -86,7 +86,7 @@ def long_sample(count: int) -> tuple[Sample, Words]:
 def test_a_sample_of_a_hundred_thousand_tokens_scrolls(page: Any, tmp_path: Path) -> None:
     sample, words = long_sample(100_000)
     export = one_sample_export(tmp_path, sample)
-    vocabulary = Pieces({index: piece for piece, index in words.ids.items()}, frozenset(words.ids.values()))
+    vocabulary = Vocabulary({index: piece for piece, index in words.ids.items()}, frozenset(words.ids.values()))
     with serving(Library(exports={"long": export}, vocabulary=vocabulary)) as (url, _, _):
         begin = time.perf_counter()
         page.goto(url + "#/samples")
@@ -145,7 +145,7 @@ def test_hostile_model_output_is_only_ever_text(page: Any, tmp_path: Path) -> No
         advantages=1.0,
     )
     export = one_sample_export(tmp_path, sample)
-    vocabulary = Pieces(dict(enumerate(HOSTILE)), frozenset(range(count)))
+    vocabulary = Vocabulary(dict(enumerate(HOSTILE)), frozenset(range(count)))
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     with serving(Library(exports={"x": export}, vocabulary=vocabulary)) as (url, port, _):

@@ -14,9 +14,8 @@ from penstock.errors import CorruptFile, StorageError
 from penstock.packing import pack
 from penstock.testing.reference_images import draw_screenshot
 from penstock.view import Export, Record, TokenExporter
-from penstock.view.parquet import ParquetFile, read_parquet, records_to_parquet
+from penstock.view.parquet import ParquetFile, read_parquet, records_to_parquet, upload_records
 from penstock.view.record import FIELDS
-from penstock.view.upload import upload_records
 from tests.support.exports import Words, make_export, samples_of_step, terms_of
 
 pq = pytest.importorskip("pyarrow.parquet")
@@ -155,7 +154,7 @@ def test_an_upload_to_s3_arrives_whole_in_parts(run: Path, tmp_path: Path, monke
     from moto.server import ThreadedMotoServer
     from obstore.store import S3Store
 
-    from penstock.view import upload
+    from penstock.view import parquet
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
@@ -173,8 +172,8 @@ def test_an_upload_to_s3_arrives_whole_in_parts(run: Path, tmp_path: Path, monke
         store = S3Store("bucket", **settings, client_options={"allow_http": True}, virtual_hosted_style_request=False)
         file = tmp_path / "large"
         file.write_bytes(np.random.default_rng(0).bytes(13 << 20))
-        monkeypatch.setattr(upload, "PART_BYTES", 5 << 20)
-        upload.upload_file(file, store, "large")
+        monkeypatch.setattr(parquet, "PART_BYTES", 5 << 20)
+        parquet.upload_file(file, store, "large")
         import obstore
 
         assert bytes(obstore.get(store, "large").bytes()) == file.read_bytes()

@@ -143,6 +143,6 @@ def test_a_run_whose_launcher_was_killed_is_said_to_be_gone(page: Any, tmp_path:
         state = json.loads((home / "state.json").read_text())
         (home / "state.json").write_text(json.dumps(state | {"pid": 2**22 - 3}))
         wait_until(page, "document.querySelector('#live')?.textContent === 'gone'")
-        assert "Its process is gone, and did not say why. Last sign of it" in page.text_content("#state")
+        assert "Its process is gone, and left no reason. Last sign of it" in page.text_content("#state")
         assert page.text_content("#age").endswith(" ago")
     assert page.errors == []

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,55 +91,17 @@ def test_controls_have_names_and_the_token_under_the_cursor_is_said(at: Any) -> 
     assert "token 1" in said and "context" in said and "mismatch KL –" in said
 
 
-@contextmanager
-def forwarded(port: int) -> Iterator[int]:
-    """Another port of this machine that leads to one, as `ssh -L` makes it."""
-
-    def carry(a: socket.socket, b: socket.socket) -> None:
-        try:
-            while data := a.recv(1 << 16):
-                b.sendall(data)
-        except OSError:
-            pass
-        finally:
-            for end in (a, b):
-                end.close()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def accept() -> None:
-            while True:
-                try:
-                    here, _ = listener.accept()
-                except OSError:
-                    return
-                there = socket.create_connection(("127.0.0.1", port))
-                for pair in ((here, there), (there, here)):
-                    threading.Thread(target=carry, args=pair, daemon=True).start()
-
-        threading.Thread(target=accept, daemon=True).start()
-        yield int(listener.getsockname()[1])
-        listener.shutdown(socket.SHUT_RDWR)
-
-
-def test_a_tunnel_with_another_port_leads_to_the_page(page: Any, home_url: str) -> None:
-    port = int(home_url.split(":")[2].split("/")[0])
-    with forwarded(port) as other:
-        page.goto(home_url.replace(f":{port}/", f":{other}/") + "#/samples")
-        page.wait_for_selector("#counts table")
-        assert f":{other}/#" in page.url and "token" not in page.url.split("#")[0]
-        wait_until(page, "document.querySelector('#live').textContent === 'finished'")
-        keep_pictures(page, ARTIFACTS, "tunnel")
-        page.goto("about:blank")
-    assert page.errors == []
-
-
-def test_a_page_in_a_file_has_groups_rules_and_search_too(page: Any, home: Path, tmp_path: Path) -> None:
+def test_a_page_in_a_file_works_alone_with_groups_rules_and_search(page: Any, home: Path, tmp_path: Path) -> None:
     library = Library(exports={"runs": Export(home)}, vocabulary=open_vocabulary(home))
     file = tmp_path / "step.html"
     file.write_bytes(make_page(library, run="alpha", step=3))
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
     page.goto(file.as_uri())
     page.wait_for_selector("#counts table")
+    page.keyboard.press("j")
+    page.keyboard.press("w")
+    page.wait_for_selector(".cursor")
     page.fill("#search", "carry the one")
     wait_until(page, "document.querySelector('#count').textContent.includes(' of ')")
     page.fill("#search", "")
@@ -158,6 +116,7 @@ def test_a_page_in_a_file_has_groups_rules_and_search_too(page: Any, home: Path,
     page.wait_for_selector(".tree .leaf")
     page.keyboard.press("1")
     page.wait_for_selector(".chart")
+    assert [address for address in asked if not address.startswith(("file:", "data:"))] == []
     assert page.errors == []
 
 

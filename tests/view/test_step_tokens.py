@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidInput, UnknownKey
 from penstock.view import Export, Record
-from penstock.view.group_tree import branches
-from penstock.view.index import find
+from penstock.view.index import branches, find
 from penstock.view.library import Library
 from penstock.view.masking_rules import RULES, judge
 from penstock.view.step_tokens import StepTokens

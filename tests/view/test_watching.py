@@ -20,7 +20,7 @@ from penstock.view import Export, TokenExporter
 from penstock.view.access import new_token
 from penstock.view.library import Library
 from penstock.view.run_files import at_work
-from penstock.view.web import listening, make_app, make_server, serving, static_files
+from penstock.view.web import serving, static_files, viewer
 from tests.support.browser import keep_pictures, wait_until
 from tests.support.exports import make_export, terms_of
 
@@ -108,40 +108,26 @@ def test_curves_of_a_run_that_only_exports_grow_with_its_steps(page: Any, tmp_pa
 
 
 def test_a_page_finds_its_server_again_and_has_missed_nothing(page: Any, tmp_path: Path) -> None:
-    import threading
-
     home = tmp_path / "run"
     home.mkdir()
     (home / "metrics.jsonl").write_text('{"step": 1, "train/reward": 0.25}\n')
     token, library = new_token(), Library(exports={"run": Export(home, awaited=True)})
 
-    def serve(port: int) -> tuple[Any, threading.Thread, Any, int]:
-        context = listening(port)
-        listener, port = context.__enter__()
-        server = make_server(make_app(library, token=token))
-        thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
-        thread.start()
-        return server, thread, context, port
-
-    def end(server: Any, thread: threading.Thread, context: Any) -> None:
-        server.should_exit = True
-        thread.join(20)
-        context.__exit__(None, None, None)
-
-    server, thread, context, port = serve(0)
-    page.goto(f"http://127.0.0.1:{port}/?token={token}")
+    server = viewer(library, token=token).start()
+    port = int(server.url.rpartition(":")[2])
+    page.goto(f"{server.url}/?token={token}")
     page.wait_for_selector(".chart")
-    end(server, thread, context)
+    server.close()
     wait_until(page, "document.querySelector('#live') && document.querySelector('#live').textContent === 'offline'")
     assert "tries again by itself" in page.text_content("#state")
     with (home / "metrics.jsonl").open("a") as file:
         file.writelines(f'{{"step": {step}, "train/reward": 0.{step}}}\n' for step in range(2, 8))
-    server, thread, context, _ = serve(port)
+    server = viewer(library, token=token, port=port).start()
     try:
         wait_until(page, "document.querySelector('.chart .key b').textContent === '0.7'", seconds=60)
         assert "Nobody answers" not in page.text_content("#state")
     finally:
-        end(server, thread, context)
+        server.close()
         page.goto("about:blank")
     assert page.errors == []
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from penstock.client.handles import Handle
-from penstock.config import REMOVED_SCHEMES, LateSignature
+from penstock.config import LateSignature
 from penstock.errors import ConfigError, PlaneLost
 from penstock.log import check_address, is_postgres, redacted, split_run, with_run
 from penstock.protocol import Timeouts
@@ -194,7 +194,4 @@ def _address_in_log(url: str, keys: ClientKeys | None) -> Address:
 
 
 def unknown_address(url: str, known: Sequence[str]) -> ConfigError:
-    scheme = url.partition("://")[0]
-    if scheme in REMOVED_SCHEMES:
-        return ConfigError(f"address {url!r}: {scheme}:// was removed; {REMOVED_SCHEMES[scheme]}")
     return ConfigError(f"address {url!r}: must begin with one of {', '.join(known)}")

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 from penstock.assets import TTL_S, AssetStore, list_assets, sweep_assets, verify_assets
+from penstock.commands.tables import Progress
 from penstock.errors import InvalidInput
 
 
@@ -60,13 +60,9 @@ def _list(store: AssetStore, *, as_json: bool) -> int:
 
 
 def _verify(store: AssetStore, *, as_json: bool) -> int:
-    def progress(num_bytes: int) -> None:
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{num_bytes:,} bytes read")
-
-    report = verify_assets(store, progress=progress)
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[K")
+    progress = Progress()
+    report = verify_assets(store, progress=lambda num_bytes: progress(f"{num_bytes:,} bytes read"))
+    progress.end()
     if as_json:
         print(json.dumps({**asdict(report), "ok": report.ok}))
     else:

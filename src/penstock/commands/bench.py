@@ -21,6 +21,7 @@ import json
 import sys
 from pathlib import Path
 
+from penstock.commands.tables import Progress
 from penstock.errors import ConfigError
 
 BENCHES = {
@@ -57,8 +58,9 @@ def run(args: argparse.Namespace) -> int:
     find_benchmarks("bench")
     report = importlib.import_module("benchmarks.report")
     module = importlib.import_module(f"benchmarks.{args.name}")
-    rows = module.run(full=args.full, progress=_progress, **_interpreters(args))
-    _progress("")
+    progress = Progress()
+    rows = module.run(full=args.full, progress=progress, **_interpreters(args))
+    progress.end()
     packages = BENCHES[args.name][1]
     if args.json:
         print(json.dumps(report.as_json(args.name, rows, *packages), indent=1))
@@ -88,10 +90,3 @@ def _interpreters(args: argparse.Namespace) -> dict[str, str]:
         if args.name not in ("path", "claims") and (args.name, name) != ("tasks", "rivals"):
             raise ConfigError(f"bench {args.name}: takes no --{name}; leave it out")
     return given
-
-
-def _progress(what: str) -> None:
-    """Show on a terminal what is being measured; print nothing elsewhere."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{what}")
-        sys.stderr.flush()

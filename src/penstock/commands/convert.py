@@ -16,17 +16,17 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from penstock.commands.parsing import MissingWords
-from penstock.commands.tables import aligned, size
+from penstock.commands.tables import Progress, aligned, size
 from penstock.errors import InvalidInput
 from penstock.integrations.formats.file_formats import ADVANTAGES, FORMATS, Conversion, Options, convert_files
 from penstock.integrations.formats.file_or_stream import STANDARD
 from penstock.server import printable
 
 _EVERY_S = 0.2
+"""Seconds between two lines of progress."""
 _HEADS = {"unread": "not read", "unwritten": "not written", "left_out": "left out"}
 
 
@@ -65,30 +65,19 @@ def run(args: argparse.Namespace) -> int:
         first_step=args.first_step,
     )
     began = time.monotonic()
-    done = convert_files(inputs, output, source=args.source, target=args.target, options=options, tell=_progress(began))
+    progress = Progress(_EVERY_S)
+
+    def tell(done: Conversion) -> None:
+        progress(f"{done.samples:,} samples, {done.tokens:,} tokens")
+
+    done = convert_files(inputs, output, source=args.source, target=args.target, options=options, tell=tell)
+    progress.end()
     seconds = time.monotonic() - began
     report = (
         json.dumps({**done.as_dict(), "seconds": round(seconds, 3)}, indent=1) if args.json else text(done, seconds)
     )
     print(report, file=sys.stderr if output == STANDARD else sys.stdout)
     return 1 if args.strict and done.lost else 0
-
-
-def _progress(began: float) -> Callable[[Conversion], None]:
-    """Return a function that shows progress on a terminal, five times a second."""
-    if not sys.stderr.isatty():
-        return lambda _: None
-    last = began
-
-    def tell(done: Conversion) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last > _EVERY_S:
-            last = now
-            sys.stderr.write(f"\r\x1b[K{done.samples:,} samples, {done.tokens:,} tokens\r")
-            sys.stderr.flush()
-
-    return tell
 
 
 def text(done: Conversion, seconds: float) -> str:

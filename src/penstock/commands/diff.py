@@ -17,7 +17,7 @@ from typing import Any
 from penstock.commands.view import open_library, port, serve
 from penstock.commands.which_run import RUN_HELP, export_folder
 from penstock.server import printable
-from penstock.view import Export, Library, Parting, compare
+from penstock.view import Difference, Export, Library, compare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,24 +37,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     a, b = export_folder(args.a, args.keys), export_folder(args.b, args.keys)
-    parting = compare(Export(a), Export(b), run=args.of_run, step=args.step)
-    print(json.dumps(asdict(parting), indent=1) if args.json else printable(parting.sentence))
+    difference = compare(Export(a), Export(b), run=args.of_run, step=args.step)
+    print(json.dumps(asdict(difference), indent=1) if args.json else printable(difference.sentence))
     if args.view:
         library = open_library({"A": a, "B": b}, args)
-        library.parting = place(library, parting, args.of_run)
+        library.difference = place(library, difference, args.of_run)
         return serve(library, args)
-    return 0 if parting.what == "same" else 1
+    return 0 if difference.what == "same" else 1
 
 
-def place(library: Library, parting: Parting, run: str | None) -> dict[str, Any]:
+def place(library: Library, difference: Difference, run: str | None) -> dict[str, Any]:
     """Return where the viewer opens: the sample's index in the first run that has it."""
     for name, export in library.exports.items():
         chosen = export.choose(run)
-        if parting.step is None or parting.step not in [step.number for step in export.steps(chosen)]:
+        if difference.step is None or difference.step not in [step.number for step in export.steps(chosen)]:
             continue
-        rows = library.index(name, chosen, parting.step).rows
-        found = [row["index"] for row in rows if row["sample_id"] == parting.sample_id]
+        rows = library.index(name, chosen, difference.step).rows
+        found = [row["index"] for row in rows if row["sample_id"] == difference.sample_id]
         if found:
-            at = {"export": name, "run": chosen, "step": parting.step, "sample": found[0], "token": parting.token}
-            return {"sentence": parting.sentence, **at}
-    return {"sentence": parting.sentence}
+            at = {"export": name, "run": chosen, "step": difference.step, "sample": found[0], "token": difference.token}
+            return {"sentence": difference.sentence, **at}
+    return {"sentence": difference.sentence}

@@ -33,7 +33,7 @@ from typing import Literal
 import zmq
 
 from penstock.commands.tables import size
-from penstock.commands.which_run import RUN_HELP, is_address, plane_folder
+from penstock.commands.which_run import RUN_HELP, asking, is_address, plane_folder
 from penstock.errors import InvalidInput, PenstockError
 from penstock.extras import DISTRIBUTION, EXTRAS, install
 from penstock.transport import PlaneKeys, SocketPlane
@@ -42,7 +42,6 @@ from penstock.version import __version__
 Verdict = Literal["ok", "warning", "failure"]
 _NEEDED = ("numpy", "msgspec", "pyzmq", "zstandard", "xxhash")
 _SYNCS = 30
-_ANSWER_S = 5.0
 _MARKS = {"ok": "ok   ", "warning": "note ", "failure": "FAIL "}
 _TRY_IMPORTS = """
 import importlib, sys
@@ -268,12 +267,9 @@ def examine_run(where: str, keys: Path | None) -> Iterator[Finding]:
 
 
 def _at_work(url: str, keys: Path | None) -> Finding:
-    from penstock.client import open as open_plane
-    from penstock.protocol import Timeouts
-
     begin = time.monotonic()
     try:
-        with open_plane(url, keys=keys, timeouts=Timeouts(plane_s=_ANSWER_S)) as plane:
+        with asking(url, keys) as plane:
             status = plane.status()
     except PenstockError as error:
         return Finding(name="plane", verdict="failure", text=f"{url}: {error}")

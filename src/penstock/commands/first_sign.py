@@ -68,7 +68,7 @@ class _Watched:
 
     @property
     def buffer(self) -> Any:
-        self._sign.end()  # whoever asks for the bytes below is about to write
+        self._sign.end()  # a caller that asks for the binary stream is about to write
         return self._stream.buffer
 
     def __getattr__(self, name: str) -> Any:

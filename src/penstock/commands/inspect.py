@@ -226,16 +226,12 @@ def _run_text(found: dict[str, Any]) -> str:
         f"ledger     {Ledger.from_dict(ledger)}",
         f"trained    {ledger['uses']:,} uses of samples",
         f"discarded  {reasons_line(ledger['discarded'])} (before they were put)",
-        *_too_long(ledger["over_length"]),
+        *([f"too long   {over_length_line(ledger['over_length'])}"] if any(ledger["over_length"].values()) else []),
         *([masked_line(ledger["masked"])] if any(ledger["masked"].values()) else []),
         f"groups     {found['num_groups']:,}, {found['num_tokens']:,} tokens; {found['held_groups']:,} held",
         f"bytes      {size(found['frame_bytes'])} of frames kept, {size(found['held_bytes'])} not yet trained; {files}",
     ]
     return "\n".join(printable(line) for line in [*lines, *_steps(found["steps"]), *_groups(found)])
-
-
-def _too_long(counts: dict[str, int]) -> list[str]:
-    return [f"too long   {over_length_line(counts)}"] if any(counts.values()) else []
 
 
 def _steps(steps: list[dict[str, Any]]) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands.tables import aligned
-from penstock.commands.which_run import RUN_HELP, is_address, plane_folder
+from penstock.commands.which_run import RUN_HELP, asking, is_address, plane_folder
 from penstock.server import printable
 
 
@@ -39,10 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _at_work(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from penstock.client import open as open_plane
-    from penstock.protocol import Timeouts
-
-    with open_plane(args.where, keys=args.keys, timeouts=Timeouts(plane_s=5.0)) as plane:
+    with asking(args.where, args.keys) as plane:
         if args.release or args.drop:
             plane.settle(args.release or args.drop, drop=bool(args.drop))
         found: list[dict[str, Any]] = plane.status()["quarantine"]

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -26,7 +25,7 @@ from typing import Any
 
 from penstock.client import Fed, feed
 from penstock.client import open as open_plane
-from penstock.commands.tables import size
+from penstock.commands.tables import Progress, size
 from penstock.commands.which_run import RUN_HELP, plane_folder
 from penstock.errors import InvalidInput
 from penstock.log import GroupRow
@@ -100,14 +99,14 @@ def text(recorded: RecordedRun, *, verified: bool) -> str:
 
 
 def _feed(recorded: RecordedRun, args: argparse.Namespace) -> int:
-    def progress(_entry: GroupRow, fed: Fed) -> None:
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{fed.groups + fed.known:,} of {recorded.num_frames:,} groups")
+    progress = Progress()
+
+    def tell(_entry: GroupRow, fed: Fed) -> None:
+        progress(f"{fed.groups + fed.known:,} of {recorded.num_frames:,} groups")
 
     with open_plane(args.plane, keys=args.keys) as plane:
-        fed = feed(recorded, plane, speed=None if args.as_fast_as_possible else args.speed, each=progress)
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[K")
+        fed = feed(recorded, plane, speed=None if args.as_fast_as_possible else args.speed, each=tell)
+    progress.end()
     late = f"; the last {fed.late_s:.1f} s late" if fed.late_s > 1 else ""
     gone = f", {fed.gone:,} freed in the meantime" if fed.gone else ""
     message = f"{fed.groups:,} groups put, {fed.known:,} were already there{gone}, {size(fed.num_bytes)}{late}"

@@ -72,9 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("endpoint", "a tiny inference server, for first steps and tests", _ENDPOINT, _add_endpoint, _run_endpoint),
         ("annotate", "add the trainer's values for every token to traces", _ANNOTATE, _add_annotate, _run_annotate),
     ):
-        sub = kinds.add_parser(
-            name, help=summary, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        sub = kinds.add_parser(name, help=summary, description=description)
         add(sub)
         sub.set_defaults(run_kind=run_kind)
 

@@ -16,7 +16,6 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from typing import Any
 
 from penstock.commands.tables import aligned, size
 from penstock.errors import InvalidInput
@@ -44,7 +43,13 @@ def _list(args: argparse.Namespace) -> int:
 
         found = [asdict(one) for one in runs_in(args.where)]
         head = ["run", "plane", "storage", "epoch", "groups", "log"]
-        rows = [[one["name"], _plane(one), one["storage"] or "-", *_numbers(one)] for one in found]
+        rows = [
+            [
+                *(one["name"], f"open: {one['holder']}" if one["is_open"] else "stopped", one["storage"] or "-"),
+                *(f"{one['epoch']}", f"{one['groups']:,}", size(one["num_bytes"])),
+            ]
+            for one in found
+        ]
     else:
         from penstock.storage import runs_below
 
@@ -54,7 +59,13 @@ def _list(args: argparse.Namespace) -> int:
             for one in runs_below(args.where)
         ]
         head = ["run", "id", "storage", "epoch", "segments", "bytes"]
-        rows = [[one["name"], one["run_id"][:12], one["storage"], *_sizes(one)] for one in found]
+        rows = [
+            [
+                *(one["name"], one["run_id"][:12], one["storage"]),
+                *(f"{one['epoch']}", f"{one['segments']:,}", size(one["num_bytes"])),
+            ]
+            for one in found
+        ]
     if args.json:
         print(json.dumps({"runs": found}, indent=1))
     elif not rows:
@@ -62,18 +73,6 @@ def _list(args: argparse.Namespace) -> int:
     else:
         print("\n".join(aligned([head, *([printable(cell) for cell in row] for row in rows)], left=3)))
     return 0
-
-
-def _plane(one: dict[str, Any]) -> str:
-    return f"open: {one['holder']}" if one["is_open"] else "stopped"
-
-
-def _numbers(one: dict[str, Any]) -> list[str]:
-    return [f"{one['epoch']}", f"{one['groups']:,}", size(one["num_bytes"])]
-
-
-def _sizes(one: dict[str, Any]) -> list[str]:
-    return [f"{one['epoch']}", f"{one['segments']:,}", size(one["num_bytes"])]
 
 
 def _delete(args: argparse.Namespace) -> int:
@@ -102,7 +101,8 @@ def _delete(args: argparse.Namespace) -> int:
 
     drop_run(args.where, delete_frames)
     kept = "" if frames else f"; its frames are still in {found.storage or 'the folder of its plane'}"
-    _say(args, {"run": name, "segments": num_segments}, f"{name}: deleted, {num_segments} segments of frames{kept}")
+    message = printable(f"{name}: deleted, {num_segments} segments of frames{kept}")
+    print(json.dumps({"run": name, "segments": num_segments}) if args.json else message)
     return 0
 
 
@@ -113,7 +113,3 @@ def _ask(args: argparse.Namespace, what: str) -> None:
         raise InvalidInput(f"to {printable(what)}, pass --yes")
     if input(f"{printable(what)}? [y/N] ").strip().lower() != "y":
         raise InvalidInput("nothing was deleted")
-
-
-def _say(args: argparse.Namespace, found: dict[str, Any], message: str) -> None:
-    print(json.dumps(found) if args.json else printable(message))

@@ -23,7 +23,6 @@ from typing import Any
 from penstock.commands.tables import aligned
 from penstock.commands.which_run import RUN_HELP, plane_folder
 from penstock.errors import InvalidInput
-from penstock.extras import require
 from penstock.runs import POLICIES, Rates, Workload, lognormal_workload, recorded_workload, simulate_staleness
 
 COLUMNS = {
@@ -112,14 +111,9 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
 
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     """Draw what a policy discards, how it biases lengths and how long the trainer waits."""
-    if path.suffix not in (".svg", ".png"):
-        raise InvalidInput(f"--plot {path}: give a name that ends in .svg or .png")
-    require("penstock simulate --plot", "matplotlib")
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
+    from penstock.view import picture
 
-    with mpl.rc_context({"svg.hashsalt": "penstock"}):  # reproducible bytes
-        figure = Figure(figsize=(9, 2.6))
+    with picture(path, height=2.6) as figure:
         for axis, (title, key) in zip(figure.subplots(1, len(_PANELS), sharey=True), _PANELS.items(), strict=True):
             values = [100 * float(one[key]) for one in found.values()]
             bars = axis.barh(list(found), values, color="#3b6ea5")
@@ -132,5 +126,3 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
             for side in ("top", "right", "bottom", "left"):
                 axis.spines[side].set_visible(False)
         figure.axes[0].invert_yaxis()
-        figure.tight_layout()
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -18,14 +18,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.commands.tables import aligned, size
+from penstock.commands.tables import Progress, aligned, size
 from penstock.commands.which_run import folder_for, plane_folder
 from penstock.errors import InvalidInput
 from penstock.log import is_postgres
@@ -64,21 +63,16 @@ def run(args: argparse.Namespace) -> int:
     return {"check": _check, "recover": _recover, "forget": _forget}[args.action](args)
 
 
-class _Progress:
-    """Shows on a terminal how much was read, five times a second."""
+class _BytesProgress(Progress):
+    """Shows how many bytes were read or written so far."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._bytes, self._shown = what, 0, 0.0
+        super().__init__(every_s=0.2)
+        self._what, self._bytes = what, 0
 
-    def __call__(self, num_bytes: int) -> None:
+    def add(self, num_bytes: int) -> None:
         self._bytes += num_bytes
-        if sys.stderr.isatty() and time.monotonic() > self._shown + 0.2:
-            self._shown = time.monotonic()
-            sys.stderr.write(f"\r\x1b[K{self._what}: {size(self._bytes)}")
-
-    def end(self) -> None:
-        if sys.stderr.isatty():
-            sys.stderr.write("\r\x1b[K")
+        self(f"{self._what}: {size(self._bytes)}")
 
 
 def _plane_folder(where: str) -> Path:
@@ -102,8 +96,8 @@ def _check(args: argparse.Namespace) -> int:
 
     if args.into or args.step is not None or args.policy_version is not None:
         raise InvalidInput("check: --into, --step and --policy-version are for recover")
-    progress = _Progress("read")
-    report = check(_plane_folder(args.where), storage=args.storage, fast=args.fast, progress=progress)
+    progress = _BytesProgress("read")
+    report = check(_plane_folder(args.where), storage=args.storage, fast=args.fast, progress=progress.add)
     progress.end()
     print(json.dumps(report.as_dict(), indent=1) if args.json else "\n".join(check_lines(report)))
     return 0 if report.ok else 1
@@ -112,10 +106,11 @@ def _check(args: argparse.Namespace) -> int:
 def check_lines(report: Report) -> list[str]:
     """Format a check's report for people."""
     looked = "sizes compared" if report.fast else "all read"
+    witness = "none yet" if report.witness is None else f"{report.witness['commits']:,} transactions"
     rows = [
         ["log", _state(report, "log", f"run {report.run_id[:12]}, epoch {report.epoch}, transaction {report.commits}")],
         ["marker", _state(report, "marker", _marker_text(report))],
-        ["witness", _state(report, "witness", _witness_text(report))],
+        ["witness", _state(report, "witness", witness)],
         ["frames", f"{report.frames:,} needed, {size(report.bytes)}, {looked}"],
         ["missing", f"{len(report.missing):,}"],
         ["damaged", f"{len(report.damaged):,}"],
@@ -143,10 +138,6 @@ def _marker_text(report: Report) -> str:
         f"run {report.marker['run_id'][:12]}, epoch {report.marker['epoch']}, transaction {report.marker['commits']}"
     )
     return f"{found}; behind the log, as after a kill" if report.marker["epoch"] < report.epoch else found
-
-
-def _witness_text(report: Report) -> str:
-    return "none yet" if report.witness is None else f"{report.witness['commits']:,} transactions"
 
 
 def _some(what: str, lines: list[str]) -> list[str]:
@@ -180,12 +171,13 @@ def _recover(args: argparse.Namespace) -> int:
     _check_choices(args)
     if not args.into and not args.storage and not _is_run(_plane_folder(args.where)):
         raise InvalidInput(f"{args.where}: no run in it; give a run's folder, or its frames with --storage")
-    folder, progress = _plane_folder(args.where), _Progress("read")
+    folder, progress = _plane_folder(args.where), _BytesProgress("read")
     choices = Choices(state=args.state, step=args.step, policy_version=args.policy_version)
     with nullcontext() if args.into else owning(folder):
-        plan = (
-            plan_copy(args.where, args.into, progress) if args.into else plan_recovery(folder, args.storage, progress)
-        )
+        if args.into:
+            plan = plan_copy(args.where, args.into, progress.add)
+        else:
+            plan = plan_recovery(folder, args.storage, progress.add)
         progress.end()
         if args.step is not None and args.step < plan.next_step:
             raise InvalidInput(
@@ -201,8 +193,8 @@ def _recover(args: argparse.Namespace) -> int:
             say("Nothing was changed.")
             _end(args, metadata, None)
             return 1
-        progress = _Progress("written")
-        done = recover_into(plan, choices, progress) if args.into else recover(plan, choices, progress)
+        progress = _BytesProgress("written")
+        done = recover_into(plan, choices, progress.add) if args.into else recover(plan, choices, progress.add)
         progress.end()
     aside = f" The previous files are in {done.aside}." if done.aside else ""
     say(f"Done: {done.groups:,} groups were added, as {args.state}. You can start a plane.{aside}")
@@ -223,7 +215,7 @@ def _check_choices(args: argparse.Namespace) -> None:
 def _asked(args: argparse.Namespace) -> bool:
     if args.json:
         return False
-    print("Go on? [y/N] ", end="", flush=True)
+    print("Continue? [y/N] ", end="", flush=True)
     answer = sys.stdin.readline().strip().lower()
     return answer in ("y", "yes")
 

@@ -1,9 +1,29 @@
-"""Text that commands print for people: aligned columns and readable sizes."""
+"""Text that commands print for people: aligned columns, readable sizes, and a line of progress."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Sequence
 from typing import Any
+
+
+class Progress:
+    """Shows one line on a terminal, at most every `every_s` seconds. Shows nothing elsewhere."""
+
+    def __init__(self, every_s: float = 0.0) -> None:
+        self._every_s, self._next = every_s, 0.0
+
+    def __call__(self, text: str) -> None:
+        if sys.stderr.isatty() and time.monotonic() >= self._next:
+            self._next = time.monotonic() + self._every_s
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+
+    def end(self) -> None:
+        """Clear the line."""
+        self._next = 0.0
+        self("")
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands.tables import aligned, size
+from penstock.commands.which_run import asking
 from penstock.errors import InvalidInput
 from penstock.server import printable
 
@@ -37,17 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from penstock.client import open as open_plane
-    from penstock.protocol import Timeouts
-
     if "://" not in args.where:
         raise InvalidInput(
             f"{args.where}: not an address; give a running plane's address, such as tcp://127.0.0.1:7440"
         )
     if bool(args.evict) != bool(args.because):
-        raise InvalidInput("--evict TENANT and --because TEXT: give both; producers are told the reason")
+        raise InvalidInput("--evict TENANT and --because TEXT: give both; producers receive the reason")
     wanted = [_weight(text) for text in args.share]
-    with open_plane(args.where, keys=args.keys, timeouts=Timeouts(plane_s=5.0)) as plane:
+    with asking(args.where, args.keys) as plane:
         for name, weight in wanted:
             plane.share(name, weight)
         if args.evict:

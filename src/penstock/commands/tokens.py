@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.commands.tables import Progress, aligned
 from penstock.commands.which_run import RUN_HELP, export_folder
 from penstock.view import EVALUATION, Export, Skipped, Step, tally
 
@@ -33,7 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     of_run = EVALUATION if args.evaluation else args.of_run
     folder = export_folder(args.folder, args.keys)
-    reports = [summarize(step) for step in _shown(_chosen(Export(folder), of_run, args.step))]
+    progress, reports = Progress(), []
+    for step in _chosen(Export(folder), of_run, args.step):
+        progress(f"reading step {step.number}")
+        reports.append(summarize(step))
+    progress.end()
     for report in reports:
         _warn(report)
     print(json.dumps({"folder": str(folder), "steps": reports}, indent=1) if args.json else _table(reports))
@@ -47,17 +51,6 @@ def _chosen(export: Export, run: str | None, step: int | None) -> list[Step]:
     if step is not None and not found:
         return [export.step(step, name) for name in runs]  # raises, and lists the steps there are
     return found
-
-
-def _shown(steps: Sequence[Step]) -> Iterator[Step]:
-    """Yield the steps, and show on a terminal which one is being read."""
-    for step in steps:
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[Kreading step {step.number}")
-            sys.stderr.flush()
-        yield step
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[K")
 
 
 def summarize(step: Step) -> dict[str, Any]:
@@ -96,21 +89,20 @@ _CELLS = (
 
 
 def _table(reports: list[dict[str, Any]]) -> str:
-    heads = "".join(f"{head:>11}" for head, _, _ in _CELLS)
     runs = {report["run"] for report in reports}
-    wide = max(map(len, runs)) + 2 if len(runs) > 1 else 0
-
-    def named(run: str) -> str:
-        return f"{run:<{wide}}" if wide else ""
-
+    masks = ("is_masked", "is_masked_high", "is_masked_low")
     step = "version" if runs == {EVALUATION} else "step"
-    lines = [f"{named('run')}{step:>7}{'records':>9}{'trained':>10}{heads}{'masked':>9}{'high':>9}{'low':>9}"]
+    rows = [["run", step, "records", "trained", *(head for head, _, _ in _CELLS), "masked", "high", "low"]]
     for report in reports:
         cells = [report[name][what] if report[name] else None for _, name, what in _CELLS]
-        masked = [report["masked_fraction"].get(name) for name in ("is_masked", "is_masked_high", "is_masked_low")]
-        lines.append(
-            f"{named(report['run'])}{report['step']:>7}{report['records']:>9,}{report['loss_tokens']:>10,}"
-            + "".join(f"{'-' if cell is None else format(cell, '.4g'):>11}" for cell in cells)
-            + "".join(f"{'-' if cell is None else format(cell, '.2%'):>9}" for cell in masked)
+        masked = [report["masked_fraction"].get(name) for name in masks]
+        rows.append(
+            [
+                *(report["run"], f"{report['step']}", f"{report['records']:,}", f"{report['loss_tokens']:,}"),
+                *("-" if cell is None else format(cell, ".4g") for cell in cells),
+                *("-" if cell is None else format(cell, ".2%") for cell in masked),
+            ]
         )
-    return "\n".join(lines)
+    if len(runs) < 2:
+        return "\n".join(aligned([row[1:] for row in rows], left=0))
+    return "\n".join(aligned(rows, left=1))

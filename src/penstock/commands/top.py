@@ -22,7 +22,7 @@ from typing import Any
 
 from penstock.commands import tenants
 from penstock.commands.tables import masked_line, over_length_line, reasons_line, size
-from penstock.commands.which_run import RUN_HELP, is_address, plane_folder
+from penstock.commands.which_run import RUN_HELP, asking, is_address, plane_folder
 from penstock.errors import InvalidInput
 from penstock.plane import Ledger
 from penstock.server import printable
@@ -58,12 +58,10 @@ def looking(where: str, keys: Path | None = None) -> Iterator[Look]:
     """Yield a function that returns the current state of a plane or a folder."""
     if is_address(where):
         from penstock.client import client_transport
-        from penstock.client import open as open_plane
-        from penstock.protocol import Timeouts
 
         if not where.startswith(("tcp://", "ipc://", "file://", "ray://")):
             client_transport(where)  # raises, and lists the valid schemes
-        with open_plane(where, keys=keys, timeouts=Timeouts(plane_s=5.0)) as plane:
+        with asking(where, keys) as plane:
             yield lambda: _from_plane(plane.status())
     else:
         from penstock.runs import read_run
@@ -83,17 +81,8 @@ def _from_plane(status: dict[str, Any]) -> dict[str, Any]:
 def _from_folder(found: dict[str, Any]) -> dict[str, Any]:
     totals = {"groups": found["num_groups"], "samples": found["ledger"]["accepted"], "tokens": found["num_tokens"]}
     last = found["steps"][-1]["staleness"] if found["steps"] else {"mean": 0.0, "max": 0}
-    names = (
-        "folder",
-        "epoch",
-        "session",
-        "next_step",
-        "policy_version",
-        "held_groups",
-        "held_bytes",
-        "ledger",
-        "files",
-    )
+    names = ["folder", "epoch", "session", "next_step", "policy_version", "ledger", "files"]
+    names += ["held_groups", "held_bytes"]
     return {
         "source": "folder",
         "totals": totals | {"steps": found["next_step"] - 1},

@@ -31,12 +31,10 @@ from penstock.view import (
     Library,
     TokenExporter,
     is_run_folder,
-    listening,
-    make_app,
-    make_server,
     new_token,
     open_vocabulary,
     run_folders,
+    viewer,
     write_page,
 )
 
@@ -114,21 +112,17 @@ def _show(folder: Path, args: argparse.Namespace) -> int:
 
 
 def open_library(folders: dict[str, Path], args: argparse.Namespace, of: Path | None = None) -> Library:
-    """Open the exports in these folders, with texts and images if they can be found. `of` is a folder of runs, each
-    with its own tokenizer and images."""
+    """Open the exports in these folders, or with `of` those in a folder of runs."""
     exports = {name: Export(folder, awaited=is_run_folder(folder)) for name, folder in folders.items()}
-    homes = [*(export.folder for export in exports.values()), *([] if of is None else [of])]
-    tokenizer = args.tokenizer or next((home for home in homes if (home / "tokenizer.json").is_file()), None)
-    assets = args.assets or next((home / "assets" for home in homes if (home / "assets" / "images").is_dir()), None)
+    vocabulary = None if args.tokenizer is None else open_vocabulary(args.tokenizer)
     images = None
-    if assets is not None:
-        if not assets.is_dir():
-            raise ConfigError(f"{assets}: not a folder; give the folder of the asset store")
+    if args.assets is not None:
+        if not args.assets.is_dir():
+            raise ConfigError(f"{args.assets}: not a folder; give the folder of the asset store")
         from penstock.assets import AssetStore
 
-        images = AssetStore(assets, run=args.assets_run)
-    vocabulary = None if tokenizer is None else open_vocabulary(tokenizer)
-    return Library(exports=exports, folder=of, vocabulary=vocabulary, images=images)
+        images = AssetStore(args.assets, run=args.assets_run)
+    return Library(exports=exports, folder=of, vocabulary=vocabulary, images=images, assets_run=args.assets_run)
 
 
 def _names(library: Library) -> str:
@@ -144,10 +138,9 @@ def _names(library: Library) -> str:
 def serve(library: Library, args: argparse.Namespace) -> int:
     """Serve until interrupted."""
     token = new_token()
-    with contextlib.suppress(KeyboardInterrupt), listening(args.port) as (listener, port):
-        server = make_server(make_app(library, token=token))
-        library.read_ahead()
-        url = f"http://127.0.0.1:{port}/?token={token}"
+    server = viewer(library, token=token, port=args.port)
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server):
+        url, port = f"{server.url}/?token={token}", server.url.rpartition(":")[2]
         print(
             f"{url}\nServing {_names(library)} to this machine only; Ctrl-C ends it.\n"
             f"From another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}, then open the same address "
@@ -156,5 +149,5 @@ def serve(library: Library, args: argparse.Namespace) -> int:
         )
         if not args.no_open and sys.stdout.isatty() and (sys.platform == "darwin" or os.environ.get("DISPLAY")):
             webbrowser.open(url)
-        server.run(sockets=[listener])
+        server.run()
     return 0

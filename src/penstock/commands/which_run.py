@@ -15,9 +15,13 @@ import shutil
 import tempfile
 from pathlib import Path
 from socket import gethostname
+from typing import TYPE_CHECKING
 
 from penstock.errors import InvalidInput
 from penstock.log import check_address, is_postgres, split_run, with_run
+
+if TYPE_CHECKING:
+    from penstock.client import Plane
 
 RUN_HELP = "the run: its folder, its plane's folder, its plane's address, or postgresql://...#NAME"
 _PLANE = "plane"
@@ -27,6 +31,14 @@ _ANSWER_S = 5.0
 def is_address(where: str) -> bool:
     """Check whether this is the address of a plane."""
     return "://" in where and not is_postgres(where)
+
+
+def asking(url: str, keys: Path | None) -> Plane:
+    """Open a running plane, to ask it something. It has a few seconds to answer."""
+    from penstock.client import open as open_plane
+    from penstock.protocol import Timeouts
+
+    return open_plane(url, keys=keys, timeouts=Timeouts(plane_s=_ANSWER_S))
 
 
 def plane_folder(where: str, keys: Path | None = None) -> Path:
@@ -65,10 +77,7 @@ def _folder_of_plane(url: str, keys: Path | None) -> Path:
 
     That is so on the plane's host, on a filesystem that both hosts share, or if its log is in a database.
     """
-    from penstock.client import open as open_plane
-    from penstock.protocol import Timeouts
-
-    with open_plane(url, keys=keys, timeouts=Timeouts(plane_s=_ANSWER_S)) as plane:
+    with asking(url, keys) as plane:
         status = plane.status()
     folder, host = status["folder"], status["host"]
     if folder is None and is_postgres(status["log"]):

@@ -3,8 +3,8 @@
     max_steps: Annotated[int, Meta(ge=1, description="optimizer steps")] = 300
 
 Everything else is derived from such records: checks of values (`check`), TOML files and `--set` (`Given`, `build`), the
-commented file (`template`), flags (`add_flags`), keyword arguments (`keywords_of`, `signature_of`) and the tables in
-the docs (`docs_table`). Nothing else lists a setting.
+commented file (`template`), flags (`add_flags`) and keyword arguments (`keywords_of`, `signature_of`). The tables in
+the docs and the types of keyword arguments are made by `scripts/make_settings.py`. Nothing else lists a setting.
 """
 
 from penstock.lazy import exports_of

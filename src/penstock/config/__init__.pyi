@@ -1,7 +1,5 @@
 from penstock.config.building import build as build
 from penstock.config.building import unknown as unknown
-from penstock.config.documented import docs_table as docs_table
-from penstock.config.documented import kinds_table as kinds_table
 from penstock.config.flags import add_flags as add_flags
 from penstock.config.flags import read_flags as read_flags
 from penstock.config.given import COMMAND_LINE as COMMAND_LINE
@@ -11,10 +9,6 @@ from penstock.config.keywords import LateSignature as LateSignature
 from penstock.config.keywords import keywords_of as keywords_of
 from penstock.config.keywords import nested as nested
 from penstock.config.keywords import signature_of as signature_of
-from penstock.config.keywords import typed_dict as typed_dict
-from penstock.config.removed import REMOVED_SCHEMES as REMOVED_SCHEMES
-from penstock.config.removed import removed_message as removed_message
-from penstock.config.removed import without_removed as without_removed
 from penstock.config.setting import Checked as Checked
 from penstock.config.setting import Kinds as Kinds
 from penstock.config.setting import Setting as Setting

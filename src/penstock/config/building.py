@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from penstock.config.given import Given
-from penstock.config.removed import REMOVED
 from penstock.config.setting import NONE, Kinds, Setting, settings_of
 from penstock.errors import ConfigError
 
@@ -29,8 +28,6 @@ def build(kind: type[T], given: Given | Mapping[str, Any], where: str = "setting
 
 def unknown(name: str, known: Iterable[str], what: str = "key") -> str:
     """Return the error text for an unknown name, with the closest known one."""
-    if name in REMOVED and what in ("key", "setting"):
-        return f"removed; {REMOVED[name]}"
     import difflib  # only for mistakes
 
     names = list(known)

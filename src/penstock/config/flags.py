@@ -36,7 +36,8 @@ def read_flags(args: argparse.Namespace, kind: type[Any], given: Given, *, witho
         value = getattr(args, _PREFIX + keyword.name)
         if value is not None:
             given.names[keyword.path] = f"--{keyword.name.replace('_', '-')}"
-            given.set(keyword.path, value if _is_list(keyword) else _value(keyword, value))
+            is_text = _is_list(keyword) or keyword.setting.type is str
+            given.set(keyword.path, value if is_text else toml_value(value))
     for text in args.set:
         given.assign(text)
 
@@ -59,10 +60,6 @@ def _is_list(keyword: Keyword) -> bool:
 
 def _is_list_of_records(keyword: Keyword) -> bool:
     return _is_list(keyword) and issubclass(typing.get_args(keyword.setting.type)[0], msgspec.Struct)
-
-
-def _value(keyword: Keyword, text: str) -> Any:
-    return text if keyword.setting.type is str else toml_value(text)
 
 
 def _metavar(keyword: Keyword) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
-import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -91,43 +89,6 @@ class LateSignature(inspect.Signature):
         return self._make().parameters
 
 
-def typed_dict(name: str, kind: type[Any], meaning: str, *, required: bool = False) -> str:
-    """Return the source of a stub with a TypedDict of the keyword arguments, for type checkers.
-
-    With `required`, arguments without a default are marked Required.
-    """
-    types_ = {keyword.name: argument_type(keyword.setting) for keyword in keywords_of(kind)}
-    for keyword in keywords_of(kind) if required else ():
-        if keyword.default is dataclasses.MISSING:
-            types_[keyword.name] = f"Required[{types_[keyword.name]}]"
-    lines = [f'"""{meaning}"""', "", *_imports(kind, types_), "", *_class(name, kind, meaning, types_)]
-    return "\n".join(lines) + "\n"
-
-
-def _imports(kind: type[Any], types_: Mapping[str, str]) -> list[str]:
-    settings = [keyword.setting for keyword in keywords_of(kind)]
-    mentioned = set(re.findall(r"\w+", " ".join(types_.values())))
-    homes = {"collections.abc": {"Mapping", "Sequence"}, "pathlib": {"Path"}, "typing": {"Any", "Literal", "Required"}}
-    used = {home: sorted(names & mentioned) for home, names in homes.items()}
-    used["typing"] = sorted([*used["typing"], "TypedDict"])
-    items = [typing.get_args(s.type)[0] for s in settings if typing.get_origin(s.type) is tuple]
-    classes = [s.type for s in settings if s.record is not None or s.kinds is not None]
-    classes += [item for item in items if isinstance(item, type) and issubclass(item, msgspec.Struct)]
-    ours = {(one.__module__, one.__name__) for one in classes}
-    lines = [f"from {home} import {', '.join(names)}" for home, names in used.items() if names]
-    names_in = {home: sorted(one for place, one in ours if place == home) for home, _ in sorted(ours)}
-    more = [f"from {home} import {', '.join(names)}" for home, names in names_in.items()]
-    return [*lines, *(["", *more] if more else [])]
-
-
-def _class(name: str, kind: type[Any], meaning: str, types_: Mapping[str, str]) -> list[str]:
-    lines = [f"class {name}(TypedDict, total=False):", f'    """{meaning}"""', ""]
-    for keyword in keywords_of(kind):
-        lines.append(f"    {keyword.name}: {types_[keyword.name]}")
-        lines += textwrap.wrap(f'"""{_sentence(keyword)}"""', 118, initial_indent="    ", subsequent_indent="    ")
-    return lines
-
-
 def argument_type(setting: Setting) -> str:
     """Return the type that a caller may pass, as source: any sequence for a list, any mapping for a table."""
     text = _text_of(setting.type)
@@ -143,11 +104,6 @@ def _keyword(setting: Setting, table: str, base: Any) -> Keyword:
         setting=setting,
         default=setting.default if base is None else getattr(base, setting.name),
     )
-
-
-def _sentence(keyword: Keyword) -> str:
-    meaning = keyword.setting.meaning
-    return f"{meaning[:1].upper()}{meaning[1:]}."
 
 
 def _text_of(hint: Any) -> str:

@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import io
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from penstock.arrays import ImageSpan
 from penstock.assets import AssetStore, layout_from_config, span
-from penstock.capture import Turn
-from penstock.demo.tasks import COLOR, COLORS, SHAPES, standardized
+from penstock.demo.tasks import COLOR, COLORS, SHAPES, Prompt, Task
 from penstock.train import Materializer
 
 _ID = {token: i for i, token in enumerate(COLOR)}
@@ -69,26 +66,13 @@ MODEL: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    token_ids: list[int]
-    answer: str
-    image: ImageSpan
-
-    @property
-    def name(self) -> str:
-        """Unique: no two drawings are equal."""
-        return f"{self.answer} {self.image.hash[:12]}"
-
-
-class ColorTask:
-    """Prompts with images. The reward is the share of correct tokens: the colour, then <eos>."""
+class ColorTask(Task):
+    """Prompts with images. The answer is the colour."""
 
     name = "color"
     eos = _ID["<eos>"]
     banned = tuple(_ID[token] for token in ("<pad>", "<vision_start>", "<vision_end>", "<image>", "<video>"))
     max_new_tokens = 3
-    advantage = staticmethod(standardized)
 
     def __init__(self, folder: Path, preamble: int = 0) -> None:
         self._opening = [_ID["<bos>"], *([_ID["what"]] * preamble)]
@@ -100,21 +84,18 @@ class ColorTask:
         ref = self._store.put(draw(color, shape, rng))
         image = span(ref, LAYOUT, offset=len(self._opening) + 1)
         ids = [*self._opening, _ID["<vision_start>"], *[_ID["<image>"]] * image.length, _ID["<vision_end>"]]
-        return Prompt([*ids, *(_ID[word] for word in ("what", "color", "is", "the", shape, "?"))], color, image)
+        ids += [_ID[word] for word in ("what", "color", "is", "the", shape, "?")]
+        return Prompt(f"{color} {image.hash[:12]}", ids, image)  # a unique name: no two drawings are equal
 
-    def reward(self, prompt: Prompt, completion: list[int]) -> float:
-        want = [_ID[prompt.answer], self.eos]
-        return sum(a == b for a, b in zip(completion, want, strict=False)) / max(len(want), len(completion))
-
-    def turn(self, prompt: Prompt) -> Turn:
-        return Turn(prompt.token_ids, role="user", images=[prompt.image])
+    def answer(self, name: str) -> list[int]:
+        return [_ID[name.partition(" ")[0]]]
 
     def model_inputs(self, prompts: list[Prompt], model: Any) -> dict[str, Any]:
         """Return the pixels of the prompts' images, and a mask of the tokens that stand for them."""
         model.model.rope_deltas = None  # otherwise the model reuses the positions of the last call
         # One packed row: with prompts of 12 tokens, the image at offset 2 of prompt 1 is at 12 + 2 = 14.
         pixels = self._materializer.materialize(
-            [p.image.shifted(i * len(p.token_ids)) for i, p in enumerate(prompts)],
+            [p.image.shifted(i * len(p.token_ids)) for i, p in enumerate(prompts) if p.image is not None],
             [len(p.token_ids) for p in prompts],
         )
         ids = torch.tensor([p.token_ids for p in prompts])

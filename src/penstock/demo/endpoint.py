@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import threading
 import time
 import uuid
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from penstock.demo.tasks import PAD, REVERSE, model_of
 from penstock.errors import ConfigError, InvalidInput
 from penstock.extras import require
-from penstock.server import server_config
+from penstock.server import HttpServer
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -273,47 +272,25 @@ class Endpoint:
     """
 
     def __init__(self, engine: Engine, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        require("penstock rollouts endpoint", "starlette", "uvicorn")
-        import uvicorn
-
         self.engine = engine
-        self._socket = listen(host, port)
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}/v1"
         # Idle connections stay open: closing one that a client is about to reuse would lose the request.
-        config = server_config(
-            make_app(engine), lifespan="auto", timeout_keep_alive=3600, timeout_graceful_shutdown=1, log_level="warning"
-        )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True, name="endpoint")
+        options: dict[str, Any] = {"lifespan": "auto", "timeout_keep_alive": 3600}
+        self._server = HttpServer(make_app(engine), host, port, setting="--port", extra="http", **options)
+        self.url = f"{self._server.url}/v1"
 
     def serve(self, ready: Callable[[str], None]) -> None:
         """Serve in this thread until SIGTERM or Ctrl-C, which is raised again."""
         ready(self.url)
-        self._server.run([self._socket])
+        self._server.run()
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._server.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.should_exit = True
-        self._thread.join(10)
-        self._socket.close()
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket. Clients that connect while the server starts wait instead of being refused."""
-    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        found.bind((host, port))
-    except OSError as error:
-        found.close()
-        raise ConfigError(f"{host}:{port}: {error.strerror}; give another --port, or 0 for a free one") from None
-    found.listen(128)
-    return found
+        self._server.close()
 
 
 # ------------------------------------------------------------------ a model to serve

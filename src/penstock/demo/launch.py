@@ -178,11 +178,9 @@ class Launcher:
         for index in range(self.config.ranks):
             self._start(f"rank-{index}", {**world, "RANK": str(index)})
 
-    def _ranks(self) -> list[ForkServerProcess]:
-        return [process for name, process in self._processes.items() if name.startswith("rank")]
-
     def _is_over(self) -> bool:
-        return all(process.exitcode == 0 for process in self._ranks())
+        """Return whether every rank has ended as it should."""
+        return all(process.exitcode == 0 for name, process in self._processes.items() if name.startswith("rank"))
 
     def _mend(self) -> None:
         """Restart what died."""

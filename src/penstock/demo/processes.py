@@ -1,4 +1,4 @@
-"""The processes of a run: one plane, rollout workers and trainer ranks, all forked from one fork server.
+"""Starts the processes of a run, all forked from one fork server: a plane, rollout workers, trainer ranks, a judge.
 
 Importing torch and transformers costs ten seconds of CPU. The fork server of `multiprocessing` pays that once, before
 it has any thread, and every process forked from it shares the imported pages. A killed process is replaced in
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import multiprocessing
 import os
 import signal
@@ -28,16 +27,16 @@ from typing import NoReturn
 
 from penstock.assets import worker_environment
 from penstock.demo.run_files import last_lines
-from penstock.errors import Closed, ConfigError, Fenced, PeerError
+from penstock.errors import Closed
 from penstock.server import die_with_parent
-from penstock.train import ModelConfig, TrainConfig, load
+from penstock.train import ModelConfig, TrainConfig
 
 ABORTED = 3
 """Exit code of a rank that stopped because another process failed: restart all ranks."""
 REFUSED = 4
 """Exit code of a process that rejects its settings: a restart would end the same way."""
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOAD = "penstock.demo.preload"
+_PRELOAD = "penstock.demo.roles"
 _STEADY = {"TORCH_FR_BUFFER_SIZE": "64"}
 """Torch records its last 2,000 collectives. Those small long-lived objects between short-lived tensors fragment the
 heap: with the full record ranks grew by about 3 MB per 100 steps over their first 500, with 64 entries by 0.3."""
@@ -124,7 +123,9 @@ def _main(name: str, folder: Path, environment: dict[str, str]) -> NoReturn:
         os.environ.update(environment)
         die_with_parent(os.getppid(), signal.SIGKILL)  # the fork server
         threading.Thread(target=_end_with_launcher, name="launcher-watch", daemon=True).start()
-        code = _run(name, folder)
+        from penstock.demo.roles import run_role  # already loaded by the fork server, never by the launcher
+
+        code = run_role(name, folder)
     except BaseException:  # noqa: BLE001 - any failure belongs into the log, and the process must end here
         traceback.print_exc()
     finally:
@@ -139,67 +140,3 @@ def _end_with_launcher() -> None:
     assert launcher is not None
     launcher.join()
     os._exit(1)
-
-
-def _run(name: str, folder: Path) -> int:
-    os.umask(0o077)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(message)s", force=True)
-    role, _, index = name.partition("-")
-    try:
-        config = load(folder / "config.toml")
-        if role == "plane":
-            _run_plane(config)
-        elif role == "worker":
-            _run_worker(config, int(index))
-        elif role == "judge":
-            _run_judge(config)
-        else:
-            _run_rank(config, int(index))
-    except (PeerError, Fenced) as error:
-        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
-        return ABORTED
-    except ConfigError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return REFUSED
-    return 0
-
-
-def _run_plane(config: TrainConfig) -> None:
-    """Serve until SIGTERM: the run's own processes at `address`, others at `config.listen`."""
-    from penstock.client import plane_transport
-    from penstock.plane import PlaneLoop, open_log
-
-    urls = [address(config), *config.listen]
-    # Before the socket is removed: this fails if another plane uses the folder, and the socket is that plane's.
-    log = open_log(Path(config.folder) / "plane", config)
-    Path(urls[0].partition("ipc://")[2]).unlink(missing_ok=True)
-    transports = [plane_transport(url, config.keys, max_message=config.max_message_bytes) for url in urls]
-    server = PlaneLoop(config, log, transports)
-    signal.signal(signal.SIGTERM, lambda *_: server.stop())
-    server.run()
-
-
-def _run_worker(config: TrainConfig, index: int) -> None:
-    from penstock.demo.worker import work
-
-    work(config, address(config), index)
-
-
-def _run_judge(config: TrainConfig) -> None:
-    from penstock.demo.judge import judge
-
-    judge(config, address(config))
-
-
-def _run_rank(config: TrainConfig, index: int) -> None:
-    from penstock.train import train
-    from penstock.view import TokenExporter
-
-    exporter = None
-    if config.export_every:
-        # The rendezvous port is new at each start of the ranks and the same for all of them.
-        attempt = os.environ.get("MASTER_PORT", "")
-        exporter = TokenExporter(
-            config.folder, rank=index, world=config.ranks, every=config.export_every, attempt=attempt
-        )
-    train(config, rank=index, url=address(config), observer=exporter)

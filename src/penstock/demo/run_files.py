@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from penstock.view import new_rows
 
 
 class Metrics:
@@ -15,35 +17,20 @@ class Metrics:
     def __init__(self, path: Path, *, whole_rows: int | None = None) -> None:
         """With `whole_rows`, keep only the reward of older rows: a run may have millions of steps."""
         self._path, self._at, self._whole = path, 0, whole_rows
-        self._rows: dict[int, dict[str, float]] = {}
-        self._in_order: list[dict[str, float]] = []
+        self._rows: dict[int, dict[str, Any]] = {}
+        self._in_order: list[dict[str, Any]] = []
 
-    def read(self) -> list[dict[str, float]]:
+    def read(self) -> list[dict[str, Any]]:
         """Return one row per step, in order of steps."""
-        known = self._at
-        for line in self._lines():
-            with contextlib.suppress(json.JSONDecodeError, KeyError):
-                row = json.loads(line)
-                self._rows[int(row["step"])] = row
-                self._shorten(int(row["step"]))
-        if self._at != known:
+        rows, self._at = new_rows(self._path, self._at)
+        for row in rows:
+            step = int(row["step"] or 0)
+            self._rows[step] = row
+            if self._whole is not None and (old := self._rows.get(step - self._whole)) is not None:
+                self._rows[step - self._whole] = {name: old.get(name) for name in ("step", "train/reward")}
+        if rows:
             self._in_order = [self._rows[step] for step in sorted(self._rows)]
         return self._in_order
-
-    def _shorten(self, newest: int) -> None:
-        if self._whole is None or (old := self._rows.get(newest - self._whole)) is None:
-            return
-        self._rows[newest - self._whole] = {name: old[name] for name in ("step", "train/reward")}
-
-    def _lines(self) -> Iterator[str]:
-        """Yield complete new lines. A line without its newline is still being written and is read next time."""
-        if not self._path.exists():
-            return
-        with self._path.open() as file:
-            file.seek(self._at)
-            while (line := file.readline()).endswith("\n"):
-                self._at = file.tell()
-                yield line
 
 
 class PlaneLines:

@@ -1,4 +1,4 @@
-"""Shows a run while it goes on: a page in the terminal (plain lines without one), and the viewer in the browser."""
+"""Shows a run in progress: a page in the terminal (plain lines without one), and the viewer in the browser."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.demo.launch import Progress
-from penstock.view import Export, Library, open_vocabulary, serving
+from penstock.view import Export, Library, serving
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BESIDE_CURVE = 26
@@ -151,13 +151,7 @@ def _ledger(ledger: Mapping[str, Any]) -> str:
 @contextmanager
 def live_page(folder: Path) -> Iterator[str]:
     """Serve the viewer for the run in a folder, from a thread of this process. Yields its URL with the token."""
-    vocabulary = open_vocabulary(folder) if (folder / "tokenizer.json").is_file() else None
-    library = Library(exports={folder.name or "run": Export(folder, awaited=True)}, vocabulary=vocabulary)
-    if (folder / "assets").is_dir():
-        from penstock.assets import AssetStore
-
-        library.images = AssetStore(folder / "assets")
-    with serving(library) as (url, _, _):
+    with serving(Library(exports={folder.name or "run": Export(folder, awaited=True)})) as (url, _, _):
         yield url
 
 

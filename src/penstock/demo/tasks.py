@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import json
 import random
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.arrays import ImageSpan
 from penstock.capture import Turn
-from penstock.convert import Advantage, Rollouts, Std, grpo
+from penstock.convert import Rollouts, Std, grpo
 from penstock.train import ModelConfig, TaskConfig
 
 LETTERS = "abcdefgh"
@@ -40,87 +42,71 @@ PAD, BOS, EOS = 0, 1, 2
 _ID = {token: i for i, token in enumerate(REVERSE)}
 
 
-class Prompt(Protocol):
-    @property
-    def name(self) -> str:
-        """Equal prompts have equal names."""
-
-    @property
-    def token_ids(self) -> list[int]: ...
-
-
-class Task(Protocol):
-    """Prompts of one length, and a verifiable reward."""
-
-    name: str
-    eos: int
-    banned: tuple[int, ...]
-    """Ids that must never be sampled."""
-    advantage: Advantage
-
-    @property
-    def max_new_tokens(self) -> int: ...
-    def prompt(self, rng: random.Random) -> Any: ...
-    def reward(self, prompt: Any, completion: list[int]) -> float: ...
-    def turn(self, prompt: Any) -> Turn:
-        """Return the prompt as a turn, images included."""
-
-    def model_inputs(self, prompts: list[Any], model: Any) -> dict[str, Any]:
-        """Return what the model needs with the prompts besides their ids."""
-
-
 def standardized(rollouts: Rollouts, /) -> NDArray[np.float64]:
     """GRPO's advantage divided by the group's spread, so that small differences late in training still count."""
     return grpo(rollouts, scale=Std(eps=1e-4))
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
-    """A prompt of the text task."""
-
-    word: str
+class Prompt:
+    name: str
+    """Equal prompts have equal names. The correct answer follows from the name."""
     token_ids: list[int]
-
-    @property
-    def name(self) -> str:
-        return self.word
+    image: ImageSpan | None = None
 
 
-class ReverseTask:
+class Task(ABC):
+    """Prompts of one length, and a verifiable reward."""
+
+    name: str
+    eos: int
+    banned: tuple[int, ...] = ()
+    """Ids that must never be sampled."""
+    max_new_tokens: int
+    advantage = staticmethod(standardized)
+
+    @abstractmethod
+    def prompt(self, rng: random.Random) -> Prompt:
+        """Make a prompt."""
+
+    @abstractmethod
+    def answer(self, name: str) -> list[int]:
+        """Return the ids of the correct answer to a prompt, without <eos>."""
+
+    def reward(self, prompt: Prompt, completion: list[int]) -> float:
+        """Return the share of correct positions, <eos> included.
+
+        Special tokens other than <eos> count as wrong ones. A reward that skipped them would be hacked by writing
+        them.
+        """
+        want = [*self.answer(prompt.name), self.eos]
+        return sum(a == b for a, b in zip(completion, want, strict=False)) / max(len(want), len(completion))
+
+    def turn(self, prompt: Prompt) -> Turn:
+        """Return the prompt as a turn, with its image."""
+        return Turn(prompt.token_ids, role="user", images=[] if prompt.image is None else [prompt.image])
+
+    def model_inputs(self, prompts: list[Prompt], model: Any) -> dict[str, Any]:  # noqa: ARG002
+        """Return what the model needs with the prompts besides their ids."""
+        return {}
+
+
+class ReverseTask(Task):
     """Write a word backwards. Learnable from random weights in a minute."""
 
     name = "reverse"
     eos = EOS
-    banned: tuple[int, ...] = ()
-    advantage = staticmethod(standardized)
 
     def __init__(self, letters: int, preamble: int = 0) -> None:
-        self.letters = letters
+        self.letters, self.max_new_tokens = letters, letters + 2
         self._opening = [BOS] * (1 + preamble)
 
-    @property
-    def max_new_tokens(self) -> int:
-        return self.letters + 2
-
-    def prompt(self, rng: random.Random) -> Word:
+    def prompt(self, rng: random.Random) -> Prompt:
         word = "".join(rng.choice(LETTERS) for _ in range(self.letters))
-        return Word(word, [*self._opening, *(_ID[c] for c in word), _ID["="]])
+        return Prompt(word, [*self._opening, *(_ID[c] for c in word), _ID["="]])
 
-    def reward(self, prompt: Word, completion: list[int]) -> float:
-        """Return the share of correct positions, <eos> included.
-
-        Special tokens other than <eos> count as wrong letters. A reward that skipped them would be hacked by writing
-        them.
-        """
-        want = [*(_ID[c] for c in reversed(prompt.word)), EOS]
-        right = sum(a == b for a, b in zip(completion, want, strict=False))
-        return right / max(len(want), len(completion))
-
-    def turn(self, prompt: Word) -> Turn:
-        return Turn(prompt.token_ids, role="user")
-
-    def model_inputs(self, prompts: list[Word], model: Any) -> dict[str, Any]:  # noqa: ARG002
-        return {}
+    def answer(self, name: str) -> list[int]:
+        return [_ID[c] for c in reversed(name)]
 
 
 REVERSE_MODEL = {

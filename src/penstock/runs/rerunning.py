@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from penstock.config import build, without_removed
+from penstock.config import build
 from penstock.errors import CorruptFile, InvalidInput, PenstockError
 from penstock.frames import GroupMetadata
 from penstock.log import (
@@ -312,7 +312,7 @@ class _Life:
 
 def settings_of(text: str) -> PlaneSettings:
     """Return the recorded settings, changed for a plane without clients and without limits."""
-    found = build(PlaneSettings, without_removed(tomllib.loads(text)), "the recorded settings")
+    found = build(PlaneSettings, tomllib.loads(text), "the recorded settings")
     return replace(
         found,
         # Accepted groups passed the length check then. Runs from before this setting existed truncated.

@@ -1,9 +1,9 @@
 from penstock.server.daemon import Exit as Exit
 from penstock.server.daemon import Ready as Ready
 from penstock.server.daemon import run_plane as run_plane
+from penstock.server.http_server import HttpServer as HttpServer
 from penstock.server.http_server import is_loopback as is_loopback
 from penstock.server.http_server import parse_address as parse_address
-from penstock.server.http_server import server_config as server_config
 from penstock.server.log_format import log_lines as log_lines
 from penstock.server.log_format import printable as printable
 from penstock.server.metrics_page import MetricsPage as MetricsPage

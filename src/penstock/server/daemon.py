@@ -137,7 +137,7 @@ def settle_memory() -> None:
 
 
 class LoopHooks:
-    """Called between two hooks of the plane's loop: beats, answers observers, ends the loop when asked to."""
+    """Called between two turns of the plane's loop: beats, answers observers, ends the loop when asked to."""
 
     def __init__(self, config: ServerSettings) -> None:
         self.config = config
@@ -216,7 +216,9 @@ class LoopHooks:
 
 
 def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
-    """Open everything that may fail to start. Closes what was opened if a later part fails."""
+    """Open everything that may fail to start, and register on `stack` what to close at the end.
+
+    Closes what was opened if a later part fails."""
     hooks = LoopHooks(config)
     if config.metrics is None and config.metrics_token is not None:
         raise ConfigError(f"metrics_token: {config.metrics_token!r} without metrics; give the address of the page too")
@@ -224,7 +226,7 @@ def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
     if config.http is None and config.http_token is not None:
         raise ConfigError(f"http_token: {config.http_token!r} without http; give the address of the HTTP API too")
     with contextlib.ExitStack() as opened:
-        log = _open_log(config)
+        log = open_log(run_folder(config.folder, config), config)
         opened.callback(log.close)
         hooks.log = log
         transports = []
@@ -236,19 +238,19 @@ def _open(config: ServerSettings, stack: contextlib.ExitStack) -> LoopHooks:
         memory = MemoryPlane()
         hooks.server = PlaneLoop(config, log, [*transports, memory] if config.http else transports, on_turn=hooks)
         note_listening(log, [usable_url(transport.url) for transport in transports])
+        # The watchdog is closed after what follows it here: it also ends a process whose servers do not close.
+        if (stall := config.watchdog.stall_s) is not None:
+            hooks.watchdog = Watchdog(stall_s=stall, end_s=config.watchdog.end_s, grace_s=config.watchdog.grace_s)
+            stack.callback(hooks.watchdog.close)
         if config.http is not None:
             memory.last_words = hooks.server.last_words
             hooks.http_api, hooks.made_token = _open_http(config, config.http, memory)
-            opened.callback(hooks.http_api.close)
+            stack.callback(hooks.http_api.close)
         if config.metrics is not None:
             hooks.page = MetricsPage(config.metrics, hooks.snapshot.ask, token=token, health=hooks)
-            opened.callback(hooks.page.close)
-        stall = config.watchdog.stall_s
-        if stall is not None:
-            hooks.watchdog = Watchdog(stall_s=stall, end_s=config.watchdog.end_s, grace_s=config.watchdog.grace_s)
-            opened.callback(hooks.watchdog.close)
-        opened.pop_all()  # everything is open: from here on the plane's loop and `_keep` close it
-    _keep(hooks, stack)
+            stack.callback(hooks.page.close)
+        opened.pop_all()  # everything is open: from here on the plane's loop closes log and transports
+    _handle_signals(hooks, stack)
     return hooks
 
 
@@ -263,20 +265,11 @@ def _open_http(config: ServerSettings, address: str, memory: MemoryPlane) -> tup
         raise
 
 
-def _open_log(config: ServerSettings) -> Log:
-    return open_log(run_folder(config.folder, config), config)
-
-
-def _keep(hooks: LoopHooks, stack: contextlib.ExitStack) -> None:
-    """Install signal handlers, and register what to close at the end."""
+def _handle_signals(hooks: LoopHooks, stack: contextlib.ExitStack) -> None:
+    """Install signal handlers, which `stack` removes, and beat for the first time."""
     if hooks.watchdog is not None:
-        stack.callback(hooks.watchdog.close)
         signal.set_wakeup_fd(hooks.watchdog.pipe, warn_on_full_buffer=False)
         stack.callback(signal.set_wakeup_fd, -1)
-    if hooks.page is not None:
-        stack.callback(hooks.page.close)
-    if hooks.http_api is not None:
-        stack.callback(hooks.http_api.close)
     for number in (signal.SIGTERM, signal.SIGINT):
         stack.callback(signal.signal, number, signal.signal(number, hooks.on_signal))
     hooks()  # the first beat: from here on the watchdog reports the plane's state

@@ -41,7 +41,7 @@ from penstock.extras import require
 from penstock.frames import read_head
 from penstock.protocol import MAX_ASKED, MAX_PAGE, OVER_LENGTH, Accepted
 from penstock.server.http_scoring import attach, lease
-from penstock.server.http_server import HttpThread, has_token, is_loopback, parse_address, read_token
+from penstock.server.http_server import HttpServer, has_token, is_loopback, parse_address, read_token
 from penstock.server.http_tasks import MAX_BODY_BYTES, answer_tasks
 from penstock.server.openapi import FRAME, AskedGroups, describe, shown
 
@@ -87,7 +87,7 @@ class HttpApi:
         host, port = parse_address(address, "http")
         self._plane, self._pool = plane, ThreadPoolExecutor(_THREADS, thread_name_prefix="penstock-http")
         app = make_app(plane, self._pool, token=token)
-        self._server = HttpThread(app, host, port, setting="http", extra="http")
+        self._server = HttpServer(app, host, port, setting="http", extra="http").start()
 
     @property
     def url(self) -> str:

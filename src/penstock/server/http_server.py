@@ -1,4 +1,4 @@
-"""The HTTP server of the API, the metrics page and the viewer: uvicorn with limits, addresses and tokens.
+"""The one HTTP server, of the API, the metrics page, the viewer and the demo: uvicorn with limits, addresses, tokens.
 
 uvicorn has no deadline for a request's headers and no limit per address: a thousand connections that send nothing,
 which needs no token, would block all other clients. The guard adds
@@ -17,16 +17,18 @@ import secrets
 import socket
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from penstock.errors import ConfigError
 from penstock.extras import require
 
 MIN_TOKEN = 22
 """Characters, which hold 128 bits."""
-_END_S = 3.0
+_END_S = 2.0
+"""How long to wait for the server's thread beyond the time that uvicorn gives open requests."""
 
 
 def _raw(status: bytes, body: bytes, *headers: bytes) -> bytes:
@@ -95,39 +97,62 @@ class Guard:
             del self.by_address[address]
 
 
-def server_config(app: Any, *, limits: Limits | None = None, **options: Any) -> Any:
-    """Return a `uvicorn.Config` with the guard. It logs no requests, because their URLs may contain a token."""
-    import uvicorn
+class HttpServer:
+    """Serves an ASGI app, in a thread of its own (`start`) or in the calling one (`run`). Port 0 chooses a free port.
 
-    from penstock.server.http_protocol import protocol_of
-
-    settled = {"ws": "none", "lifespan": "off", "access_log": False, "server_header": False, **options}
-    return uvicorn.Config(app, http=protocol_of(limits or Limits()), **settled)
-
-
-class HttpThread:
-    """Serves an ASGI app on its own thread until closed. Port 0 chooses a free port."""
+    The socket listens at once: clients that connect while the server starts wait instead of being rejected. Requests
+    are not logged, because their URLs may contain a token. `ending` is called when the server begins to shut down.
+    `options` are those of `uvicorn.Config`.
+    """
 
     def __init__(
-        self, app: Any, host: str, port: int, *, setting: str, extra: str, limits: Limits | None = None
+        self,
+        app: Any,
+        host: str,
+        port: int,
+        *,
+        setting: str,
+        extra: str,
+        limits: Limits | None = None,
+        ending: Callable[[], None] | None = None,
+        **options: Any,
     ) -> None:
         require(f"{setting}: an HTTP server", "uvicorn", extra=extra)
         import uvicorn
+
+        from penstock.server.http_protocol import protocol_of
+
+        class Server(uvicorn.Server):
+            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+                if ending is not None:
+                    ending()
+                await super().shutdown(sockets)
 
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._socket = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            raise ConfigError(
-                f"{setting}: {address!r}: {error.strerror}; use another port, or 0 for a free one"
-            ) from None
-        config = server_config(app, limits=limits, log_config=None, timeout_graceful_shutdown=1)
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._run, name=f"penstock-{setting}", daemon=True)
-        self._thread.start()
+            reason = (error.strerror or str(error)).partition(" (while")[0]  # Python adds the address, which is there
+            raise ConfigError(f"{setting}: {address!r}: {reason}; use another port, or 0 for a free one") from None
+        settled: dict[str, Any] = {
+            "ws": "none",
+            "lifespan": "off",
+            "access_log": False,
+            "server_header": False,
+            "log_config": None,
+        }
+        settled |= {"timeout_graceful_shutdown": 1, **options}
+        self._grace_s = settled["timeout_graceful_shutdown"]
+        self._server = Server(uvicorn.Config(app, http=protocol_of(limits or Limits()), **settled))
+        self._thread = threading.Thread(target=self.run, name=f"penstock-{setting}", daemon=True)
 
-    def _run(self) -> None:
+    def start(self) -> Self:
+        self._thread.start()
+        return self
+
+    def run(self) -> None:
+        """Serve until `stop`. In the main thread also until SIGTERM or Ctrl-C, which is raised again."""
         self._server.run(sockets=[self._socket])
 
     @property
@@ -140,8 +165,10 @@ class HttpThread:
         self._server.should_exit = True
 
     def close(self) -> None:
+        """Stop, and wait for the thread."""
         self.stop()
-        self._thread.join(_END_S)
+        if self._thread.ident is not None:
+            self._thread.join(self._grace_s + _END_S)
         self._socket.close()
 
 

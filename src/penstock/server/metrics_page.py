@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 from penstock.errors import ConfigError, WaitTimeout
 from penstock.extras import require
-from penstock.server.http_server import HttpThread, Limits, has_token, is_loopback, parse_address, read_token
+from penstock.server.http_server import HttpServer, Limits, has_token, is_loopback, parse_address, read_token
 from penstock.server.prometheus import CONTENT_TYPE, render
 
 App: TypeAlias = Callable[..., Awaitable[None]]
@@ -64,7 +64,7 @@ class MetricsPage:
         # page in the user's browser whose domain now resolves to 127.0.0.1.
         names = {host, f"[{host}]", "localhost"} if token is None else None
         app = _app(lambda: show(ask()), names, token, health)
-        self._server = HttpThread(app, host, port, setting="metrics", extra="metrics", limits=_LIMITS)
+        self._server = HttpServer(app, host, port, setting="metrics", extra="metrics", limits=_LIMITS).start()
 
     @property
     def url(self) -> str:

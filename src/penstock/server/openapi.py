@@ -97,42 +97,28 @@ class Problem(msgspec.Struct, kw_only=True):
     retry_after_s: float | None = None
 
 
-_EVALUATION = {
-    "name": "evaluation",
-    "in": "query",
-    "description": "for a frame: recorded and shown, never trained; a JSON group has a field for it",
-    "schema": {"type": "boolean", "default": False},
-}
-_TIMEOUT = {
-    "name": "timeout",
-    "in": "query",
-    "description": "seconds to wait while there is no room, at most 300; then 429",
-    "schema": {"type": "number", "default": 20},
-}
-_AFTER = {
-    "name": "after",
-    "in": "query",
-    "description": "the cursor of the last event you have; left out: from the start",
-    "schema": {"type": "string"},
-}
-_LIMIT = {
-    "name": "limit",
-    "in": "query",
-    "description": "events of the page at most, 1 to 256",
-    "schema": {"type": "integer", "default": 256},
-}
-_WAIT = {
-    "name": "wait",
-    "in": "query",
-    "description": "seconds to wait for an event if there is none yet, at most 5; then the page is empty",
-    "schema": {"type": "number", "default": 0},
-}
-_ENCODING = {
-    "name": "content-encoding",
-    "in": "header",
-    "description": "gzip, if the body is compressed",
-    "schema": {"type": "string", "enum": ["gzip"]},
-}
+def _parameter(name: str, description: str, schema: dict[str, Any], place: str = "query") -> dict[str, Any]:
+    return {"name": name, "in": place, "description": description, "schema": schema}
+
+
+_EVALUATION = _parameter(
+    "evaluation",
+    "for a frame: recorded and shown, never trained; a JSON group has a field for it",
+    {"type": "boolean", "default": False},
+)
+_TIMEOUT = _parameter(
+    "timeout", "seconds to wait while there is no room, at most 300; then 429", {"type": "number", "default": 20}
+)
+_AFTER = _parameter("after", "the cursor of the last event you have; left out: from the start", {"type": "string"})
+_LIMIT = _parameter("limit", "events of the page at most, 1 to 256", {"type": "integer", "default": 256})
+_WAIT = _parameter(
+    "wait",
+    "seconds to wait for an event if there is none yet, at most 5; then the page is empty",
+    {"type": "number", "default": 0},
+)
+_ENCODING = _parameter(
+    "content-encoding", "gzip, if the body is compressed", {"type": "string", "enum": ["gzip"]}, "header"
+)
 _OWN = {
     401: "no token, or a wrong one",
     408: "body too slow",
@@ -227,10 +213,10 @@ def _questions(schemas: Mapping[Any, Any], problems: dict[str, Any]) -> dict[str
 
 
 def _opened(schema: Any) -> Any:
-    """Adapt schemas to what generators of clients make of them.
+    """Adapt schemas for generators of clients.
 
-    Of an object without declared fields they assume that it has none, so it is said that it may have any. A field with
-    a default they make one that every client must give, so a default is only named in the description.
+    They take an object without declared fields for an empty one, so it gets `additionalProperties`. They require a
+    field that has a default, so a default is only mentioned in the description.
     """
     if isinstance(schema, list):
         return [_opened(part) for part in schema]

@@ -28,13 +28,11 @@ class PlaneProcess:
     True
     """
 
-    command = "serve"
-
     def __init__(
         self, arguments: Sequence[str], *, stderr: IO[Any] | int | None = None, timeout_s: float = 60.0
     ) -> None:
         own = ["--json", f"--parent={os.getpid()}"]
-        command = [sys.executable, "-m", "penstock.cli", self.command, *arguments, *own]
+        command = [sys.executable, "-m", "penstock.cli", "serve", *arguments, *own]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr)  # noqa: S603
         self.ready: dict[str, Any] = {}
         """What the process printed with --json."""
@@ -91,10 +89,10 @@ class PlaneProcess:
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
-                raise PlaneLost(f"penstock {self.command}: did not report its address in time; see its log")
+                raise PlaneLost("penstock serve: did not report its address in time; see its log")
             data = os.read(self.process.stdout.fileno(), 1 << 16)
             if not data:
                 code = self.process.wait()
-                raise PlaneLost(f"penstock {self.command}: ended with code {code} before it listened; see its log")
+                raise PlaneLost(f"penstock serve: ended with code {code} before it listened; see its log")
             line += data
         return line

@@ -1,5 +1,5 @@
 from penstock.view.access import new_token as new_token
-from penstock.view.diff import Parting as Parting
+from penstock.view.diff import Difference as Difference
 from penstock.view.diff import compare as compare
 from penstock.view.export import NoExport as NoExport
 from penstock.view.export import TokenExporter as TokenExporter
@@ -13,12 +13,14 @@ from penstock.view.keep_rules import Worst as Worst
 from penstock.view.library import Library as Library
 from penstock.view.library import is_run_folder as is_run_folder
 from penstock.view.library import run_folders as run_folders
-from penstock.view.plane_groups import EVALUATION as EVALUATION
+from penstock.view.parquet import ParquetFile as ParquetFile
+from penstock.view.parquet import upload_records as upload_records
+from penstock.view.plane_steps import EVALUATION as EVALUATION
 from penstock.view.plot_step import Timing as Timing
 from penstock.view.plot_step import draw as draw
+from penstock.view.plot_step import picture as picture
 from penstock.view.plot_step import timing_of as timing_of
 from penstock.view.reader import Export as Export
-from penstock.view.reader import Step as Step
 from penstock.view.reader import StepFolder as StepFolder
 from penstock.view.reader import read_file as read_file
 from penstock.view.record import OF_SAMPLE as OF_SAMPLE
@@ -26,10 +28,10 @@ from penstock.view.record import TABLE as TABLE
 from penstock.view.record import Record as Record
 from penstock.view.record import Skipped as Skipped
 from penstock.view.run_files import at_work as at_work
+from penstock.view.run_files import new_rows as new_rows
 from penstock.view.static_page import write_page as write_page
+from penstock.view.step import Step as Step
 from penstock.view.tallies import tally as tally
 from penstock.view.vocabulary import open_vocabulary as open_vocabulary
-from penstock.view.web import listening as listening
-from penstock.view.web import make_app as make_app
-from penstock.view.web import make_server as make_server
 from penstock.view.web import serving as serving
+from penstock.view.web import viewer as viewer

@@ -138,30 +138,22 @@ class BatchCopy:
         return out
 
     def _images(self, start: int, count: int) -> list[dict[str, Any]]:
+        """Describe the images of a sequence. Offsets count from its first token."""
+        own = [image for image in self.batch.images if start <= image.offset < start + count]
+        plain = ("hash", "merge", "length", "media_type", "width", "height", "num_bytes")
         return [
-            {
-                "hash": image.hash,
-                "grid": list(image.grid),
-                "merge": image.merge,
-                "offset": image.offset - start,
-                "length": image.length,
-                "media_type": image.media_type,
-                "width": image.width,
-                "height": image.height,
-                "num_bytes": image.num_bytes,
-            }
-            for image in self.batch.images
-            if start <= image.offset < start + count
+            {name: getattr(image, name) for name in plain} | {"grid": list(image.grid), "offset": image.offset - start}
+            for image in own
         ]
 
 
 def _applies(name: str, mode: str) -> bool:
-    """Supervised samples have no sampler to compare with, whatever their neighbours in the micro-batch have."""
+    """Return whether a mode has this column. Supervised samples have no sampler to compare with."""
     return mode != "sft" or name not in _COMPARED
 
 
 def _to_host(value: Any, kind: str) -> Array | None:
-    """A tensor, on any device and of any float type, as an array of its own; arrays pass too."""
+    """Copy a tensor of any device and float type, or an array, to a new array."""
     if value is None:
         return None
     if hasattr(value, "detach"):

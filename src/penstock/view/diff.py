@@ -16,15 +16,16 @@ import numpy as np
 
 from penstock.arrays import Array, Ragged
 from penstock.errors import InvalidInput
-from penstock.view.reader import Export, Step
+from penstock.view.reader import Export
 from penstock.view.record import OF_SAMPLE, TABLE, ExportColumn, Record
+from penstock.view.step import Step
 
 _FIELDS = ("staleness", *(name for name in OF_SAMPLE if name not in ("sample_id", "run_id")))
 """Compared if all tokens are equal. Without the id, which pairs samples, and the run, whose name may differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parting:
+class Difference:
     """The first difference, and how much was the same before it."""
 
     what: str
@@ -49,8 +50,8 @@ class _Count:
     samples: int = 0
     tokens: int = 0
 
-    def parting(self, what: str, sentence: str, **more: Any) -> Parting:
-        return Parting(
+    def difference(self, what: str, sentence: str, **more: Any) -> Difference:
+        return Difference(
             what=what,
             sentence=sentence,
             steps_compared=self.steps,
@@ -60,7 +61,7 @@ class _Count:
         )
 
 
-def compare(a: Export, b: Export, *, run: str | None = None, step: int | None = None) -> Parting:
+def compare(a: Export, b: Export, *, run: str | None = None, step: int | None = None) -> Difference:
     """Find the first difference between two exports, over all finished steps or in step `step`."""
     count = _Count()
     steps = [{one.number: one for one in export.steps(run)} for export in (a, b)]
@@ -74,25 +75,25 @@ def compare(a: Export, b: Export, *, run: str | None = None, step: int | None = 
         if number not in steps[0] or number not in steps[1]:
             missing = "A" if number not in steps[0] else "B"
             sentence = f"The runs are the same up to step {number}, which {missing} has not finished."
-            return count.parting("steps", sentence, step=number)
+            return count.difference("steps", sentence, step=number)
         found = _compare_steps(steps[0][number], steps[1][number], count)
         if found is not None:
             return found
         count.steps += 1
-    return count.parting(
+    return count.difference(
         "same",
         f"No difference in {count.steps:,} steps, {count.samples:,} samples and {count.tokens:,} tokens.",
     )
 
 
-def _compare_steps(a: Step, b: Step, count: _Count) -> Parting | None:
+def _compare_steps(a: Step, b: Step, count: _Count) -> Difference | None:
     left, right = _by_name(a), _by_name(b)
     if left and right and not left.keys() & right.keys():
         sentence = (
             f"The runs first differ at step {a.number}: no sample of A ({next(iter(left))}, ...) has the id of one of "
             f"B ({next(iter(right))}, ...). Runs can be compared when their groups are given the same ids."
         )
-        return count.parting("samples", sentence, step=a.number)
+        return count.difference("samples", sentence, step=a.number)
     shared = len(left.keys() & right.keys())
     for name in left:
         if name not in right:
@@ -120,28 +121,28 @@ def _by_name(step: Step) -> dict[str, Record]:
     return found
 
 
-def _only(step: int, name: str, side: str, shared: int, count: _Count) -> Parting:
+def _only(step: int, name: str, side: str, shared: int, count: _Count) -> Difference:
     both = f"{shared} samples of that step are in both" if shared != 1 else "1 sample of that step is in both"
     sentence = f"The runs first differ at step {step}: only {side} trained sample {name}; {both}."
-    return count.parting("samples", sentence, step=step, sample_id=name)
+    return count.difference("samples", sentence, step=step, sample_id=name)
 
 
-def _compare_records(step: int, name: str, a: Record, b: Record, count: _Count) -> Parting | None:
+def _compare_records(step: int, name: str, a: Record, b: Record, count: _Count) -> Difference | None:
     where = {"step": step, "sample_id": name, "rank": a.fields.get("rank")}
     token = _first_token(a, b)
     if token is not None:
         index, column, values = token
-        shown = " against ".join(_shown(value) for value in values)
+        shown = " against ".join("none" if value is None else str(value) for value in values)
         sentence = f"The runs first differ at step {step}, sample {name}, token {index}, in {column}: {shown}."
-        return count.parting("token", sentence, token=index, column=column, values=values, **where)
+        return count.difference("token", sentence, token=index, column=column, values=values, **where)
     if a.num_tokens != b.num_tokens:
         sentence = f"The runs first differ at step {step}, sample {name}: {a.num_tokens} against {b.num_tokens} tokens."
-        return count.parting("length", sentence, token=min(a.num_tokens, b.num_tokens) - 1, **where)
+        return count.difference("length", sentence, token=min(a.num_tokens, b.num_tokens) - 1, **where)
     for field in _FIELDS:
         pair = (a.fields.get(field), b.fields.get(field))
         if pair[0] != pair[1]:
             sentence = f"The runs first differ at step {step}, sample {name}, in {field}: {pair[0]} against {pair[1]}."
-            return count.parting("field", sentence, column=field, values=pair, **where)
+            return count.difference("field", sentence, column=field, values=pair, **where)
     return None
 
 
@@ -202,10 +203,6 @@ def _cell(record: Record, name: str, index: int) -> Any:
         return None
     # The shortest float32 text, as in the export: 0.1, not 0.10000000149 as float64 would print it.
     return float(str(values[index])) if values.dtype.kind == "f" else values[index].item()
-
-
-def _shown(value: Any) -> str:
-    return "none" if value is None else str(value)
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsFloat
 
@@ -22,7 +23,7 @@ from penstock.view.batch_records import BatchCopy
 from penstock.view.folders import Done, PackedBatch, RankLock, all_done, make_folder, promote, reopen, step_folder
 from penstock.view.jsonl import Jsonl
 from penstock.view.keep_rules import Everything, Keep
-from penstock.view.record import COLUMNS, SCHEMA_VERSION, finite
+from penstock.view.record import COLUMNS, finite, place_fields
 from penstock.view.step_files import Format, StepFile
 
 if TYPE_CHECKING:
@@ -41,26 +42,6 @@ class NumberedStep(Protocol):
 _OPTIONAL = tuple(name for name in COLUMNS if name not in ("token_ids", "loss_mask"))
 _Key = tuple[str, int]
 """A run and the number of its step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Write:
-    key: _Key
-    fields: dict[str, Any]
-    packed: PackedBatch
-    copy: BatchCopy
-    policy_version: int | None
-    untrained: bool
-    """Also write sequences without a trained token."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Finish:
-    key: _Key
-    step: int
-    seconds: float | None
-    metrics: dict[str, float | None]
-    dummies: list[PackedBatch]
 
 
 class TokenExporter:
@@ -129,7 +110,10 @@ class TokenExporter:
         self._last_close: tuple[int, float] | None = None
         """The last closed trainer step, exported or not, and when."""
         self._error: BaseException | None = None
-        self._queue: queue.Queue[_Write | _Finish | None] = queue.Queue(queue_batches)
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(queue_batches)
+        """What the writer thread is to do; None ends it."""
+        self._files: dict[_Key, StepFile] = {}
+        """Open files. Only the writer thread uses them."""
         make_folder(self.folder)
         self._lock = RankLock(self.folder, rank)
         self._thread = threading.Thread(target=self._work, name=f"token-export-{rank}", daemon=True)
@@ -166,26 +150,10 @@ class TokenExporter:
         if batch.is_dummy:
             self._dummies.append((batch.run, packed))
             return
-        fields = {
-            "schema_version": SCHEMA_VERSION,
-            "step": number,
-            "export_step": key[1],
-            "rank": self.rank,
-            "micro_step": micro_step,
-            "micro_sequence_idx": 0,
-            "export_sequence_idx": 0,
-        }
+        fields = place_fields(number, export_step=key[1], rank=self.rank, micro_step=micro_step)
+        # Passed by value: a closure over `terms` would keep tensors of the device alive while they wait in the queue.
         copy = BatchCopy.of(batch, terms, omit=self._omit)
-        self._queue.put(
-            _Write(
-                key=key,
-                fields=fields,
-                packed=packed,
-                copy=copy,
-                policy_version=policy_version,
-                untrained=terms is None,
-            )
-        )
+        self._queue.put(partial(self._add, key, packed, copy, fields, policy_version, terms is None))
 
     def close_step(
         self,
@@ -219,7 +187,7 @@ class TokenExporter:
             seconds = None if before is None else now - before
             # A dummy without a run belongs to the only run. With several, its owner is unknown and it is not counted.
             dummies = [packed for run, packed in self._dummies if run == key[0] or (not run and len(runs) == 1)]
-            self._queue.put(_Finish(key=key, step=number, seconds=seconds, metrics=kept, dummies=dummies))
+            self._queue.put(partial(self._finish, key, number, seconds, kept, dummies))
         if runs:
             self._dummies = []
         self._last_close = (number, now)
@@ -278,48 +246,61 @@ class TokenExporter:
     # ------------------------------------------------------------ the writer thread
 
     def _work(self) -> None:
-        files: dict[_Key, StepFile] = {}
         while True:
-            item = self._queue.get()
+            act = self._queue.get()
             try:
-                if item is None:
+                if act is None:
                     break
-                if (
-                    self._error is None
-                ):  # after an error the queue is only drained, so that `write` and `flush` do not block
-                    self._handle(item, files)
+                if self._error is None:  # after an error the queue is only drained: `write` and `flush` must not block
+                    act()
             except Exception as error:  # noqa: BLE001 - raised on the training thread by the next call
                 self._error = error
             finally:
                 self._queue.task_done()
-        for file in files.values():
+        for file in self._files.values():
             file.abandon()
 
-    def _handle(self, item: _Write | _Finish, files: dict[_Key, StepFile]) -> None:
-        if isinstance(item, _Write):
-            file = self._file(item.key, item.fields["step"], files)
-            file.micro_batches.append(item.packed)
-            file.add(item.copy.records(item.fields, item.policy_version, untrained=item.untrained))
-            return
-        file = self._file(item.key, item.step, files)
-        del files[item.key]
-        file.micro_batches = sorted((*file.micro_batches, *item.dummies), key=lambda one: (one.step, one.micro_step))
-        done = Done(rank=self.rank, world=self.world, attempt=self._attempt, seconds=item.seconds, metrics=item.metrics)
-        file.finish(done)
+    def _add(
+        self,
+        key: _Key,
+        packed: PackedBatch,
+        copy: BatchCopy,
+        fields: dict[str, Any],
+        policy_version: int | None,
+        untrained: bool,
+    ) -> None:
+        """Write the records of a micro-batch; with `untrained`, also those without a trained token."""
+        file = self._file(key, fields["step"])
+        file.micro_batches.append(packed)
+        file.add(copy.records(fields, policy_version, untrained=untrained))
+
+    def _finish(
+        self,
+        key: _Key,
+        step: int,
+        seconds: float | None,
+        metrics: dict[str, float | None],
+        dummies: list[PackedBatch],
+    ) -> None:
+        """Finish the file of a step, and promote the step if all ranks have finished theirs."""
+        file = self._file(key, step)
+        del self._files[key]
+        file.micro_batches = sorted((*file.micro_batches, *dummies), key=lambda one: (one.step, one.micro_step))
+        file.finish(Done(rank=self.rank, world=self.world, attempt=self._attempt, seconds=seconds, metrics=metrics))
         if self._barrier is None:
             self._promote(file.folder)
 
-    def _file(self, key: _Key, step: int, files: dict[_Key, StepFile]) -> StepFile:
-        if key not in files:
-            files[key] = StepFile(
+    def _file(self, key: _Key, step: int) -> StepFile:
+        if key not in self._files:
+            self._files[key] = StepFile(
                 folder=step_folder(self.folder, *key),
                 rank=self.rank,
                 format=self._format,
                 choice=self._keep.start(),
                 max_bytes=self._max_bytes,
             )
-            files[key].open(step)
-        return files[key]
+            self._files[key].open(step)
+        return self._files[key]
 
     def _promote(self, folder: Path) -> None:
         if all_done(folder, self._attempt, self.world):

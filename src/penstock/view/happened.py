@@ -1,8 +1,8 @@
-"""What happened to a run, for its curves: processes killed and started again, rewinds, evictions, quarantines.
+"""Events of a run, marked on its curves: processes killed and restarted, rewinds, evictions, quarantines.
 
-Three sources say it. The plane's log has starts, ends and trainers that joined, and the decisions to set groups aside.
-`events.jsonl` has the processes that the launcher of `penstock demo` and `penstock train` saw die. Exports show steps
-that were trained again, for runs without a plane.
+They come from three sources. The plane's log has its starts and ends, the trainers that joined, and the groups that
+were quarantined or lost. `events.jsonl` has the processes that the launcher of `penstock demo` and `penstock train`
+saw die. Exports show steps that were trained again, for runs without a plane.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from penstock.log import (
     run_events_of,
 )
 from penstock.plane import SETTINGS, read_manifest
-from penstock.view.plane_groups import logger, plane_of
-from penstock.view.run_files import RunState
+from penstock.view.plane_steps import logger, plane_of
+from penstock.view.run_files import RunState, last_lines
 
 DIED = "events.jsonl"
 _MOST = 1000
 """Events of a kind that are shown: the newest."""
-_MAX_READ = 256 << 10
 _QUIET_S = 60.0
-"""Behind a pooler a database may lose sight of a plane that works. So a plane that accepted a group lately is there."""
+"""Behind a connection pooler a database may not see a plane that is running. One that accepted a group within this time
+counts as running."""
 _MAX_TEXT = 300
 
 
@@ -67,20 +67,20 @@ _READ_DIED = msgspec.json.Decoder(_Died)
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """What a plane's log says of the run."""
+    """What a plane's log says about its run."""
 
     events: tuple[Event, ...] = ()
     state: RunState | None = None
-    """Of the plane; None if its log says nothing about it."""
+    """The state of the plane, None if unknown."""
     last: float | None = None
-    """When the newest sample of the last trained step came in."""
+    """When the newest sample of the last trained step was accepted."""
     settings: str = ""
     """The settings that the plane runs with, as TOML."""
 
 
 @dataclass(slots=True)
 class PlaneNotes:
-    """Reads what the plane of a run's folder noted. Records read before are not read again."""
+    """Reads the log of the plane in a run's folder. Records read before are not read again."""
 
     folder: Path
     _decided: list[Event] = field(default_factory=list)
@@ -89,7 +89,7 @@ class PlaneNotes:
     _said: str = ""
 
     def read(self) -> Noted:
-        """Return what the log says now; nothing without a plane or while its log cannot be read."""
+        """Return what the log says now. Empty if there is no plane, or its log cannot be read."""
         plane = plane_of(self.folder)
         if plane is None:
             return Noted()
@@ -121,7 +121,7 @@ class PlaneNotes:
 
 
 def _decision(record: Record) -> tuple[str, str] | None:
-    """Return kind and text of a decision that is worth a mark."""
+    """Return kind and text of a decision that is marked, None for others."""
     if isinstance(record, EvictTenant):
         return "evict", f"tenant {record.tenant!r} was evicted: {record.reason}"
     if isinstance(record, Quarantine | Lose):
@@ -210,18 +210,11 @@ def note_death(folder: Path, *, step: int, what: str) -> None:
 
 def deaths_of(folder: Path) -> list[Event]:
     """Return the processes that the run's launcher saw die."""
-    try:
-        with (folder / DIED).open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _MAX_READ))
-            lines = file.read(_MAX_READ).splitlines()
-    except (FileNotFoundError, NotADirectoryError):
-        return []
     found = []
-    for line in lines[-_MOST:]:
+    for line in last_lines(folder / DIED)[-_MOST:]:
         try:
             one = _READ_DIED.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):  # the first line may be cut, and the last half-written
+        except (msgspec.DecodeError, UnicodeDecodeError):  # the first line may be cut
             continue
         found.append(Event(kind="kill", step=one.step, at=one.at, text=one.what[:_MAX_TEXT]))
     return found

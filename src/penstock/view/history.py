@@ -1,4 +1,4 @@
-"""What became of environments and prompts over a run, from its plane's log: for good, with or without exports."""
+"""Rewards of environments and prompts over a run, from its plane's log. Needs neither exports nor frames."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from penstock.errors import CorruptFile, InvalidInput, UnknownKey
 from penstock.log import State, reading
 from penstock.runs import LoggedStep, logged_steps
-from penstock.view.plane_groups import plane_of
+from penstock.view.plane_steps import plane_of
 
 MOST_PROMPTS = 1000
 MOST_ENVS = 100

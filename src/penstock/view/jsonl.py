@@ -96,10 +96,6 @@ def parse_line(line: bytes) -> Record:
     return replace(record, columns=without_empty(columns | _own(line, record)))
 
 
-def _rank(values: Cells) -> int:
-    return 1 if isinstance(values, Ragged) else int(values.ndim)
-
-
 def _own(line: bytes, record: Record) -> dict[str, Cells]:
     """Return the run's own columns."""
     if not record.fields["columns"]:
@@ -110,7 +106,8 @@ def _own(line: bytes, record: Record) -> dict[str, Cells]:
     except (InvalidInput, TypeError) as error:
         raise MalformedLine(str(error)) from None
     for name, values in found.items():
-        if values is not None and (_rank(values) != own[name].trailing + 1 or len(values) != record.num_tokens):
+        rank = 1 if values is None or isinstance(values, Ragged) else values.ndim
+        if values is not None and (rank != own[name].trailing + 1 or len(values) != record.num_tokens):
             raise MalformedLine(f"{name}: not one value for each of {record.num_tokens} tokens")
     return {name: values for name, values in found.items() if values is not None}
 

@@ -1,4 +1,4 @@
-"""Which records of a step are kept: all, every k-th, the first n, or the n worst by mismatch KL.
+"""Which records of a step are kept: all, every n-th, the first n, or the n worst by mismatch KL.
 
 A rule is a frozen object. `start` returns its state for one step of one rank.
 """
@@ -14,14 +14,20 @@ from penstock.errors import ConfigError
 from penstock.view.record import Record
 
 
-class Choice(Protocol):
-    """The state of a rule during one step."""
+class Choice:
+    """The state of a rule during one step. This one keeps the first of every `k` records, at most `limit` in all."""
 
-    def offer(self, record: Record) -> bool:
+    def __init__(self, k: int = 1, limit: int | None = None) -> None:
+        self._k, self._limit, self._seen = k, limit, 0
+
+    def offer(self, record: Record) -> bool:  # noqa: ARG002 - other rules look at it
         """Return whether to write the record now."""
+        index, self._seen = self._seen, self._seen + 1
+        return index % self._k == 0 and (self._limit is None or index // self._k < self._limit)
 
     def finish(self) -> Iterator[Record]:
         """Return the records to write at the end of the step."""
+        return iter(())
 
 
 class Keep(Protocol):
@@ -35,71 +41,46 @@ class Everything:
     """Keep every record."""
 
     def start(self) -> Choice:
-        return _Nth(1, None)
+        return Choice()
 
 
 @dataclass(frozen=True, slots=True)
-class EveryKth:
-    """Keep the first record of a step and every k-th after it."""
-
-    k: int
-
-    def __post_init__(self) -> None:
-        _check("k", self.k)
-
-    def start(self) -> Choice:
-        return _Nth(self.k, None)
-
-
-@dataclass(frozen=True, slots=True)
-class First:
-    """Keep the first n records of a step."""
-
+class _Counted:
     n: int
 
     def __post_init__(self) -> None:
-        _check("n", self.n)
+        if self.n < 1:
+            raise ConfigError(f"{type(self).__name__}({self.n}): must be at least 1")
+
+
+class EveryKth(_Counted):
+    """Keep the first record of a step and every n-th after it."""
 
     def start(self) -> Choice:
-        return _Nth(1, self.n)
+        return Choice(k=self.n)
 
 
-@dataclass(frozen=True, slots=True)
-class Worst:
+class First(_Counted):
+    """Keep the first n records of a step."""
+
+    def start(self) -> Choice:
+        return Choice(limit=self.n)
+
+
+class Worst(_Counted):
     """Keep the n records with the largest mismatch KL on a trained token, the earlier ones on a tie.
 
     They are held in memory until the step ends, so n bounds the memory.
     """
 
-    n: int
-
-    def __post_init__(self) -> None:
-        _check("n", self.n)
-
     def start(self) -> Choice:
         return _Worst(self.n)
 
 
-def _check(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{name}: {value}; must be at least 1")
-
-
-class _Nth:
-    def __init__(self, k: int, limit: int | None) -> None:
-        self._k, self._limit, self._seen = k, limit, 0
-
-    def offer(self, record: Record) -> bool:  # noqa: ARG002 - the protocol's
-        index, self._seen = self._seen, self._seen + 1
-        return index % self._k == 0 and (self._limit is None or index // self._k < self._limit)
-
-    def finish(self) -> Iterator[Record]:
-        return iter(())
-
-
-class _Worst:
+class _Worst(Choice):
     def __init__(self, n: int) -> None:
-        self._n, self._seen = n, 0
+        super().__init__()
+        self._n = n
         self._heap: list[tuple[float, int, Record]] = []
 
     def offer(self, record: Record) -> bool:

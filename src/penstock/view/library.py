@@ -14,14 +14,15 @@ import msgspec
 
 from penstock.errors import InvalidInput, MissingAsset, PenstockError, UnknownKey
 from penstock.view.folders import EXPORTS, STABLE
-from penstock.view.group_tree import branches
 from penstock.view.happened import Event, Noted, PlaneNotes, deaths_of, of_exports
 from penstock.view.history import history_of, over_steps
-from penstock.view.index import StepIndex, find
+from penstock.view.index import StepIndex, branches, find
 from penstock.view.jsonl import encode_line
-from penstock.view.plane_groups import EVALUATION, dropped_of, plane_of, records_of
-from penstock.view.reader import Export, Step
+from penstock.view.plane_groups import dropped_of, records_of
+from penstock.view.plane_steps import EVALUATION, plane_of
+from penstock.view.reader import Export
 from penstock.view.run_files import Places, as_columns, is_written, last_written, rows_since, state_of
+from penstock.view.step import Step
 from penstock.view.tallies import Tally, tally
 from penstock.view.vocabulary import Vocabulary, open_vocabulary, texts
 
@@ -48,9 +49,12 @@ class Library:
     folder: Path | None = None
     """A folder of runs, each an export. Runs that appear later are shown as well."""
     vocabulary: Vocabulary | None = None
-    """For all exports; without it, those of a folder of runs have their own."""
+    """Of all exports. Without it, each has that of its folder."""
     images: AssetStore | None = None
-    parting: dict[str, Any] | None = None
+    """Of all exports. Without it, images are looked for in `assets` of the exports' folders."""
+    assets_run: str = "local"
+    """The run under which images in these folders were stored."""
+    difference: dict[str, Any] | None = None
     """Where two runs first differ, when they were compared."""
     left_out: int = field(init=False, default=0)
     """Runs of the folder that are not shown."""
@@ -86,9 +90,7 @@ class Library:
                 {"name": name, "folder": export.folder.name, "runs": [self._run(name, run) for run in runs_of(export)]}
                 for name, export in self.exports.items()
             ],
-            "has_text": self.vocabulary is not None,
-            "has_images": self.images is not None,
-            "parting": self.parting,
+            "difference": self.difference,
             "is_many": self.folder is not None,
         }
 
@@ -152,7 +154,7 @@ class Library:
         return {"steps": self._points_of(export, run, self._steps(export, run, after=first - 1))}
 
     def last_points(self, export: str, run: str, most: int) -> list[dict[str, Any]]:
-        """Return the same of the last steps only."""
+        """Return the same for the last `most` steps."""
         opened = self._export(export)
         if opened.is_plane and run != EVALUATION:
             return [step.point() for step in opened.logged()[-most:]]
@@ -173,10 +175,6 @@ class Library:
             if len(self._points) > _KEPT_POINTS:
                 self._points.pop(next(iter(self._points)), None)
         return known[1]
-
-    def rows_since(self, export: str, run: str, places: Places) -> tuple[list[dict[str, float | None]], Places]:
-        """Return rows written since `places`, and the places to continue from."""
-        return rows_since(self.home(export, run), places)
 
     def dropped(self, export: str, run: str) -> dict[str, Any]:
         """Return the groups that did not reach the trainer."""
@@ -257,14 +255,16 @@ class Library:
 
     def _texts(self, export: str, ids: Iterable[int]) -> dict[int, str]:
         """Return the texts of token ids, by the tokenizer of all exports or of this one."""
-        vocabulary = self.vocabulary
-        if vocabulary is None and self.folder is not None:
-            home = self._export(export).folder
-            if export not in self._vocabularies:
-                has_one = (home / "tokenizer.json").is_file()
-                self._vocabularies[export] = open_vocabulary(home) if has_one else None
-            vocabulary = self._vocabularies[export]
+        if self.vocabulary is None and export not in self._vocabularies:
+            homes = [self._export(export).folder, *self._shared_homes()]
+            home = next((home for home in homes if (home / "tokenizer.json").is_file()), None)
+            self._vocabularies[export] = None if home is None else open_vocabulary(home)
+        vocabulary = self.vocabulary or self._vocabularies[export]
         return {} if vocabulary is None else texts(vocabulary, ids)
+
+    def _shared_homes(self) -> list[Path]:
+        """Return folders with files for several exports: the folder of runs, or those of compared runs."""
+        return [one.folder for one in self.exports.values()] if self.folder is None else [self.folder]
 
     def image(self, digest: str) -> tuple[bytes, str]:
         """Return an image and its media type. Only types that browsers never run as scripts are served."""
@@ -275,17 +275,18 @@ class Library:
         return store.get(digest), media_type
 
     def _store_of(self, digest: str) -> AssetStore:
-        """Return the store with an image: the one given, or the first of the folder's runs that has it."""
+        """Return the store with an image: the one given, or the first among the exports' that has it."""
         if self.images is not None:
             return self.images
         from penstock.assets import AssetStore
 
-        homes = [] if self.folder is None else [one.folder / "assets" for one in self.exports.values()]
-        for store in (AssetStore(home) for home in homes if (home / "images").is_dir()):
+        homes = [home / "assets" for home in (*self._shared_homes(), *(one.folder for one in self.exports.values()))]
+        for home in dict.fromkeys(home for home in homes if (home / "images").is_dir()):
+            store = AssetStore(home, run=self.assets_run)
             with suppress(MissingAsset):
                 store.ref(digest)
                 return store
-        raise UnknownKey("images: none; give --assets FOLDER")
+        raise UnknownKey(f"image {digest[:80]}: not in the runs' folders; give --assets FOLDER")
 
     def index(self, export: str, run: str, number: int) -> StepIndex:
         step = self._export(export).step(number, run)
@@ -299,7 +300,9 @@ class Library:
 
     def _read_first(self) -> None:
         with suppress(PenstockError, OSError):  # the request for it reports the error
-            name, export = next(iter(self.exports.items()))
+            name, export = next(iter(self.exports.items()), ("", None))
+            if export is None:
+                return
             run = runs_of(export)[0]
             state, steps = state_of(self.home(name, run)), self._steps(name, run)
             if steps and (state is None or state.state != "running"):
@@ -368,10 +371,7 @@ def _changed(path: Path) -> float:
 
 def is_run_folder(folder: Path) -> bool:
     """Return whether a folder is or contains a run, which may not have exported anything yet."""
-    return any(
-        is_written(path) or state_of(path) is not None or plane_of(path) is not None
-        for path in (folder, *(one for one in folder.glob("*") if one.is_dir()))
-    )
+    return _is_run(folder) or bool(run_folders(folder))
 
 
 def step_grid(step: Step) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.view.library import Library, runs_of
-from penstock.view.run_files import Places, as_columns
+from penstock.view.run_files import Places, as_columns, rows_since
 
 LOOK_S = 0.4
 _REST = 20
@@ -32,20 +32,20 @@ _READ = msgspec.json.Decoder(Read)
 
 
 class Watch:
-    """Remembers what was sent, and yields what changed."""
+    """Remembers what was sent, and returns what changed."""
 
     def __init__(self, library: Library, read: Read | None = None) -> None:
         self._library = library
         self._read: Read = dict(read or {})
         self._overview, self._due = b"", 0.0
 
-    def look(self, *, at_all: bool = False) -> Iterator[bytes]:
-        """Yield events for changes since the last look. `at_all` looks at all runs even before that is due."""
-        if at_all or time.monotonic() >= self._due:
-            yield from self._look_at_runs()
+    def look(self, *, at_all: bool = False) -> list[bytes]:
+        """Return events for changes since the last look. `at_all` looks at all runs even before that is due."""
+        found = [*self._look_at_runs()] if at_all or time.monotonic() >= self._due else []
         for export, opened in self._library.exports.items():
             for run in runs_of(opened):
-                yield from self._rows(export, run)
+                found += self._rows(export, run)
+        return found
 
     def _look_at_runs(self) -> Iterator[bytes]:
         began = time.monotonic()
@@ -61,7 +61,7 @@ class Watch:
         key = f"{export}\n{run}"
         if key not in self._read:  # no page has requested its curves yet
             return
-        rows, now = self._library.rows_since(export, run, self._read[key])
+        rows, now = rows_since(self._library.home(export, run), self._read[key])
         if now == self._read[key]:
             return
         self._read[key] = now
@@ -71,7 +71,7 @@ class Watch:
 
 
 def _without_times(overview: dict[str, Any]) -> list[Any]:
-    """Return what of an overview is news: that a run wrote metrics, a page learns from the rows."""
+    """Return the part of an overview whose changes are sent. A page learns of new metrics from the rows."""
     runs = [(one["name"], run) for one in overview["exports"] for run in one["runs"]]
     return [(name, {key: value for key, value in run.items() if key != "last"}) for name, run in runs]
 
@@ -83,7 +83,7 @@ async def events(library: Library, read: Read, is_over: Callable[[], bool]) -> A
     while not is_last:
         is_last = is_over()  # checked before the last look, so that a run's end is sent before the stream closes
         try:
-            found = await asyncio.to_thread(_looked, watch, is_last)
+            found = await asyncio.to_thread(watch.look, at_all=is_last)
         except (PenstockError, OSError):  # a step is being rewritten or a folder is not there yet: try again
             found = []
         for event in found:
@@ -94,10 +94,6 @@ async def events(library: Library, read: Read, is_over: Callable[[], bool]) -> A
             yield b": still here\n\n"
         if not is_last:
             await asyncio.sleep(LOOK_S)
-
-
-def _looked(watch: Watch, at_all: bool) -> list[bytes]:
-    return list(watch.look(at_all=at_all))
 
 
 def parse_read(text: str) -> Read:

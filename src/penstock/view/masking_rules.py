@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from penstock.errors import InvalidInput
 from penstock.view.record import Record
 
-ICEPOP_LOW, ICEPOP_HIGH = 0.2, 5.0
 Mask: TypeAlias = NDArray[np.bool_]
 
 
@@ -32,30 +31,34 @@ class Rule:
 
 
 def _dppo(record: Record, *, high: float, low: float) -> tuple[Mask, Mask]:
+    """Mask by the difference of probabilities. An advantage of 0 or NaN uses the lower threshold."""
     columns, mask = record.columns, record.loss_mask
     delta, up = columns["prob_delta"], columns["advantages"] > 0
     return mask & up & (delta > high), mask & ~up & (delta < -low)
 
 
 def _icepop(record: Record, *, low: float, high: float) -> tuple[Mask, Mask]:
+    """Mask by the ratio, whatever the advantage."""
     ratio, mask = record.columns["importance_ratio"], record.loss_mask
     return mask & (ratio > high), mask & (ratio < low)
 
 
 def _ppo(record: Record, *, low: float, high: float) -> tuple[Mask, Mask]:
+    """Mask the tokens whose gradient PPO's clip stops."""
     columns, mask = record.columns, record.loss_mask
     ratio, advantages = columns["importance_ratio"], columns["advantages"]
     return mask & (advantages > 0) & (ratio > 1 + high), mask & (advantages < 0) & (ratio < 1 - low)
 
 
 def _ipo(record: Record, *, threshold: float) -> tuple[Mask, Mask]:
+    """Mask by the difference of probabilities in either direction."""
     delta, mask = record.columns["prob_delta"], record.loss_mask
     return mask & (delta > threshold), mask & (delta < -threshold)
 
 
 RULES = {
     "dppo": Rule(("prob_delta", "advantages"), {"high": 0.2, "low": 0.2}, _dppo),
-    "icepop": Rule(("importance_ratio",), {"low": ICEPOP_LOW, "high": ICEPOP_HIGH}, _icepop),
+    "icepop": Rule(("importance_ratio",), {"low": 0.2, "high": 5.0}, _icepop),
     "ppo": Rule(("importance_ratio", "advantages"), {"low": 0.2, "high": 0.2}, _ppo),
     "ipo": Rule(("prob_delta",), {"threshold": 0.1}, _ipo),
 }
@@ -75,30 +78,9 @@ def judge(record: Record, name: str, thresholds: Mapping[str, float]) -> tuple[M
         return rule.sides(record, **{**rule.thresholds, **thresholds})
 
 
-def dppo(record: Record, *, high: float = 0.2, low: float = 0.2) -> Mask:
-    """DPPO by the difference of probabilities; an advantage of 0 or NaN uses the lower threshold."""
-    return _either(record, "dppo", {"high": high, "low": low})
-
-
-def icepop(record: Record, *, low: float = ICEPOP_LOW, high: float = ICEPOP_HIGH) -> Mask:
-    """IcePop by the ratio, whatever the advantage."""
-    return _either(record, "icepop", {"low": low, "high": high})
-
-
-def ppo_clip(record: Record, *, low: float = 0.2, high: float = 0.2) -> Mask:
-    """PPO's clip: tokens whose gradient it stops."""
-    return _either(record, "ppo", {"low": low, "high": high})
-
-
 def disagreement(record: Record) -> int | None:
     """Count trained tokens masked by exactly one of DPPO and IcePop at their defaults. None without ratios."""
-    if not {"prob_delta", "importance_ratio", "advantages"} <= set(record.columns):
+    dppo, icepop = judge(record, "dppo", {}), judge(record, "icepop", {})
+    if dppo is None or icepop is None:
         return None
-    return int(np.count_nonzero(dppo(record) ^ icepop(record)))
-
-
-def _either(record: Record, name: str, thresholds: Mapping[str, float]) -> Mask:
-    found = judge(record, name, thresholds)
-    if found is None:
-        raise InvalidInput(f"{name}: the record lacks one of {', '.join(RULES[name].needs)}; export them")
-    return found[0] | found[1]
+    return int(np.count_nonzero((dppo[0] | dppo[1]) ^ (icepop[0] | icepop[1])))

@@ -1,14 +1,16 @@
 """Write and read records as Parquet: columns of lists, zstd, one row group per micro-batch in memory at a time.
 
 `ParquetFile` is a format for `TokenExporter`. `records_to_parquet` writes any records, with the bytes of their images
-if it is given an asset store, for self-contained logs.
+if it is given an asset store, for self-contained logs. `upload_records` sends such a file to an object store.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 _RECORDS_PER_GROUP = 64
 _IMAGES_PER_GROUP = 8 << 20
 """Image bytes at which a row group is written: 64 records of a rollout with screenshots are 267 MB."""
+PART_BYTES = 8 << 20
+"""Bytes of an upload sent, and held in memory, at a time."""
 _TEXT = ("rollout", "rule", "images", "columns")
 """Nested fields. Stored as JSON text, so that the schema does not depend on their contents."""
 
@@ -130,7 +134,8 @@ def _row_groups(
     for record in records:
         group.append(record)
         if images is not None:
-            inline.append(_inline(record, images, max_image_bytes))
+            own = record.fields["images"] or ()
+            inline.append([_read(images, image["hash"], max_image_bytes) for image in own])
             size += sum(len(data) for data in inline[-1] if data is not None)
         if len(group) >= most or size >= _IMAGES_PER_GROUP:
             yield group, None if images is None else inline
@@ -247,12 +252,61 @@ def _values(cell: pa.ListScalar, column: ExportColumn) -> Cells | None:
     return column.array(values.to_numpy(zero_copy_only=False)).reshape(shape)
 
 
-def _inline(record: Record, images: AssetStore, max_bytes: int) -> list[bytes | None]:
-    return [_read(images, image["hash"], max_bytes) for image in record.fields["images"] or ()]
-
-
 def _read(images: AssetStore, image: str, max_bytes: int) -> bytes | None:
     try:
         return images.get(image) if images.ref(image).num_bytes <= max_bytes else None
     except (AssetError, StorageError):
         return None  # a log with only the hash is better than none
+
+
+# ------------------------------------------------------------------ to an object store
+
+
+def upload_records(
+    records: Iterable[Record],
+    store: Any,
+    key: str,
+    *,
+    images: AssetStore | None = None,
+    attempts: int = 3,
+    wait: Callable[[float], None] = time.sleep,
+    temporary: Path | None = None,
+) -> int:
+    """Write records to `key` of an `obstore` store and return their number. Sends nothing if there are none.
+
+    The file is first written to a temporary folder, so that its length is known and a retry can start over. The folder
+    is always removed, also on errors and interrupts.
+
+    >>> from obstore.store import MemoryStore
+    >>> upload_records([], MemoryStore(), "tokens/step_1.parquet")
+    0
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-", dir=temporary) as folder:
+        path = Path(folder) / "records.parquet"
+        count = records_to_parquet(records, path, images=images)
+        if count:
+            upload_file(path, store, key, attempts=attempts, wait=wait)
+        return count
+
+
+def upload_file(
+    path: Path, store: Any, key: str, *, attempts: int = 3, wait: Callable[[float], None] = time.sleep
+) -> None:
+    """Send a file in parts of 8 MiB, one at a time. After a failure starts over, 2, 4, ... seconds later."""
+    require("upload", "obstore")
+    import obstore
+    from obstore.exceptions import BaseError
+
+    for attempt in range(1, attempts + 1):
+        try:
+            obstore.put(store, key, path, chunk_size=PART_BYTES, max_concurrency=1)
+        except (BaseError, OSError) as error:
+            if attempt == attempts:
+                # The client's message may contain headers and addresses, so only its class is shown.
+                raise StorageError(
+                    f"{key}: {path.stat().st_size} bytes not stored after {attempts} attempts, the last ended with "
+                    f"{type(error).__name__}; send it again"
+                ) from None
+            wait(2.0**attempt)
+        else:
+            return

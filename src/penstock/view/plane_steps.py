@@ -1,13 +1,18 @@
-"""Steps of a run without token exports, read from its plane: the log for good, tokens while their frames are kept.
+"""Steps read from a run's plane: those that ranks received, and its evaluation groups.
 
-The log has a line for every step that ranks received and for every group in it. Frames are freed some steps after they
-were trained (`retain`), so only the last steps can be opened. What a trainer computed is in no frame: log-probabilities
-of the trainer, loss and masks need a `TokenExporter`.
+The log keeps a line for every step and every group in it. Tokens can be shown while their frames are kept: these are
+freed some steps after they were trained (`retain`), so only the last steps can be opened. Frames do not contain what a
+trainer computed: its log-probabilities, loss and masks need a `TokenExporter`.
+
+Evaluation groups are shown as a run of their own, with one step per evaluated policy version. A plane may be running on
+the folder; a group it deletes during the read is counted as skipped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -16,17 +21,130 @@ from typing import Any
 
 import numpy as np
 
+from penstock.arrays import Sample, Samples
 from penstock.errors import CorruptFile, PenstockError, UnknownKey
-from penstock.log import GroupRow, reading
-from penstock.runs import LoggedStep, logged_steps, stored_samples
+from penstock.log import is_run, reading
+from penstock.packing import pack
+from penstock.runs import LoggedStep, evaluations_of, logged_steps, stored_samples
+from penstock.view.batch_records import BatchCopy
 from penstock.view.jsonl import encode_line
-from penstock.view.plane_groups import FrameStep, logger, plane_of, record_of
-from penstock.view.record import Record, Skipped
+from penstock.view.record import Record, Skipped, place_fields
+from penstock.view.step import ReadLine, Step
+from penstock.view.tallies import moments_of
+
+logger = logging.getLogger("penstock.view")
+EVALUATION = "(evaluation)"
+"""Used in place of a run's name. No run can have this name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """A group of a step, and where its samples are in the step."""
+
+    id: str
+    location: str
+    first: int = 0
+    """The index of its first sample."""
+    ranks: Mapping[int, int] = field(default_factory=dict)
+    """The rank of each sample of the step, by index."""
+
+
+class FrameStep(Step):
+    """A step whose records are made from the plane's frames, because no rank exported it."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def groups_in(self) -> Iterator[_Stored]:
+        """Yield the groups of the step."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int | None:
+        """The policy version for which the step was drawn."""
+
+    def lines(self, skipped: Skipped) -> Iterator[tuple[ReadLine, Record]]:
+        for group in self.groups_in():
+            try:
+                samples = self._samples(group)
+            except UnknownKey as error:
+                skipped.add(group.id, error)
+                continue
+            for i, sample in enumerate(samples):
+                yield partial(self._line, group, i), self._record(group, i, sample)
+
+    def _samples(self, group: _Stored) -> Samples:
+        try:
+            if group.location:
+                return stored_samples(self.path, group.id, group.location)
+        except PenstockError as error:
+            raise UnknownKey(f"group {group.id!r}: its frame was freed: {error}") from None
+        raise UnknownKey(f"group {group.id!r}: its frame was freed")
+
+    def _record(self, group: _Stored, i: int, sample: Sample) -> Record:
+        index = group.first + i
+        return record_of(sample, step=self.number, index=index, rank=group.ranks.get(index, 0), version=self.version)
+
+    def _line(self, group: _Stored, i: int) -> bytes:
+        return encode_line(self._record(group, i, self._samples(group)[i]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationStep(FrameStep):
+    """The evaluation groups of one policy version."""
+
+    number: int
+    """The policy version, 0 also if unknown."""
+    groups: tuple[GroupRow, ...]
+    path: Path
+    """The plane's folder."""
+    run: str = EVALUATION
+    version: int | None = None
+
+    @property
+    def stamp(self) -> int:
+        """Changes when the groups change."""
+        return hash(tuple(group.id for group in self.groups))
+
+    def groups_in(self) -> Iterator[_Stored]:
+        return (_Stored(id=group.id, location=group.location) for group in self.groups)
+
+
+def plane_of(folder: Path) -> Path | None:
+    """Return the folder of a run's plane, the run's own or `plane` inside it; None if there is none."""
+    return next((path for path in (folder, folder / "plane") if is_run(path)), None)
+
+
+def evaluation_steps(folder: Path) -> list[EvaluationStep]:
+    """Return the stored evaluation groups of a run's folder by policy version."""
+    plane = plane_of(folder)
+    if plane is None:
+        return []
+    try:
+        found = evaluations_of(plane)
+    except CorruptFile as error:  # the ranks' exports can still be shown
+        logger.warning("evaluation groups are not shown: %s", error)
+        return []
+    by_version: dict[int, list[GroupRow]] = {}
+    for group in found:
+        by_version.setdefault(group.policy_version or 0, []).append(group)
+    return [
+        EvaluationStep(number=version, groups=tuple(groups), path=plane)
+        for version, groups in sorted(by_version.items())
+    ]
+
+
+def record_of(sample: Sample, *, step: int, index: int, rank: int = 0, version: int | None = None) -> Record:
+    """Make the record of a sample without loss terms. `version` is that of the policy its step was drawn for."""
+    fields = place_fields(step, export_step=step, rank=rank, micro_step=index, index=index)
+    (batch,) = pack([sample], ranks=1, seq_len=sample.num_tokens, columns=tuple(sample.own.values())).ranks[0]
+    copy = BatchCopy.of(batch, None)
+    return next(copy.records(fields, version, untrained=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaneStep(FrameStep):
-    """A step as its plane has it."""
+    """A step that ranks received, as its plane has it."""
 
     logged: LoggedStep
     path: Path
@@ -42,29 +160,16 @@ class PlaneStep(FrameStep):
         """Changes when the step was undone and made again."""
         return self.logged.op
 
-    def lines(self, skipped: Skipped) -> Iterator[tuple[Callable[[], bytes], Record]]:
-        """Yield every record with a function that reads its line again."""
+    @property
+    def version(self) -> int:
+        return self.logged.manifest.policy_version
+
+    def groups_in(self) -> Iterator[_Stored]:
         with reading(self.path) as log:
             groups = list(log.groups_of(self.logged.manifest.groups))
-        firsts = accumulate((group.samples for group in groups), initial=0)
-        ranks = self._ranks()
+        firsts, ranks = accumulate((group.samples for group in groups), initial=0), self._ranks()
         for group, first in zip(groups, firsts, strict=False):
-            try:
-                samples = stored_samples(self.path, group.id, group.location) if group.location else None
-            except PenstockError as error:
-                skipped.add(group.id, error)
-                continue
-            if samples is None:
-                skipped.add(group.id, "its frame was freed")
-                continue
-            for i, sample in enumerate(samples):
-                at = ranks.get(first + i, 0), first + i
-                record = record_of(sample, step=self.number, index=at[1], rank=at[0], version=self._version)
-                yield partial(self._line, group, i, at), record
-
-    @property
-    def _version(self) -> int:
-        return self.logged.manifest.policy_version
+            yield _Stored(id=group.id, location=group.location, first=first, ranks=ranks)
 
     def _ranks(self) -> dict[int, int]:
         """Return the rank of each sample, while the plan is kept. A shared sample counts for its first rank."""
@@ -73,14 +178,6 @@ class PlaneStep(FrameStep):
             for sample in np.frombuffer(need, "<i4").tolist():
                 found.setdefault(sample, rank)
         return found
-
-    def _line(self, group: GroupRow, index: int, at: tuple[int, int]) -> bytes:
-        try:
-            samples = stored_samples(self.path, group.id, group.location)
-        except PenstockError as error:
-            raise UnknownKey(f"group {group.id!r}: its frame was freed: {error}") from None
-        record = record_of(samples[index], step=self.number, index=at[1], rank=at[0], version=self._version)
-        return encode_line(record)
 
     def point(self) -> dict[str, Any]:
         """Return its points on a run's curves, from the log alone."""
@@ -91,19 +188,10 @@ class PlaneStep(FrameStep):
             "step": self.number,
             "tokens": manifest.tokens,
             "loss_tokens": manifest.loss_tokens,
-            "reward": _moments(manifest.summaries.numbers("reward")),
-            "length": _moments(manifest.summaries.numbers("length")),
+            **{name: moments_of(manifest.summaries.numbers(name)) for name in ("reward", "length")},
             "staleness": {"count": stale, "mean": total / stale, "min": low, "max": high} if stale else None,
             "metrics": {},
         }
-
-
-def _moments(values: list[float | None]) -> dict[str, float] | None:
-    """Return count, mean and extremes over groups."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    return {"count": len(known), "mean": sum(known) / len(known), "min": min(known), "max": max(known)}
 
 
 @dataclass(slots=True)

@@ -7,7 +7,8 @@ end is waste: waiting, padding, dummies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,14 +68,7 @@ def _by_segment(lengths: NDArray[Any], common: NDArray[Any], cost: Cost) -> tupl
 
 def draw(steps: Mapping[str, Timing], path: Path) -> None:
     """Draw one panel per step on a common time scale. The path's suffix selects SVG or PNG."""
-    if path.suffix not in KINDS:
-        raise InvalidInput(f"plot: {str(path)!r} is not a {' or '.join(KINDS)} file; use one of these suffixes")
-    require("penstock inspect --plot", "matplotlib")
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context({"svg.hashsalt": "penstock"}):  # reproducible bytes
-        figure = Figure(figsize=(9, 2.4 * len(steps)))
+    with picture(path, height=2.4 * len(steps)) as figure:
         axes = figure.subplots(len(steps), 1, sharex=True, squeeze=False)
         longest = max(step.total for step in steps.values())
         ideal = min(float(step.useful.sum()) / step.useful.shape[1] for step in steps.values()) or 1.0
@@ -83,6 +77,20 @@ def draw(steps: Mapping[str, Timing], path: Path) -> None:
             axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
             axis.set_xlim(0, longest / ideal * 1.005)
         axes[-1, 0].set_xlabel("time; 1 is an even share of all samples for every rank")
+
+
+@contextmanager
+def picture(path: Path, *, height: float) -> Iterator[Any]:
+    """Yield a figure of matplotlib, 9 inches wide, and write it at the end. The bytes of an SVG are reproducible."""
+    if path.suffix not in KINDS:
+        raise InvalidInput(f"plot: {str(path)!r} is not a {' or '.join(KINDS)} file; use one of these suffixes")
+    require("--plot", "matplotlib")
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.hashsalt": "penstock"}):
+        figure = Figure(figsize=(9, height))
+        yield figure
         figure.tight_layout()
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 

@@ -8,59 +8,24 @@ read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeAlias
+from typing import BinaryIO
 
 import xxhash
 
 from penstock.errors import ConfigError, CorruptFile, InvalidInput, UnknownKey
 from penstock.view.folders import EXPORTS, STABLE, Done, exports_of, marked_ranks, read_done, step_folder, steps_in
 from penstock.view.jsonl import MalformedLine, encode_line, parse_line
-from penstock.view.plane_groups import EVALUATION, evaluation_steps
-from penstock.view.plane_steps import PlaneStep, PlaneSteps
+from penstock.view.plane_steps import EVALUATION, PlaneStep, PlaneSteps, evaluation_steps
 from penstock.view.record import Record, Skipped
-
-ReadLine: TypeAlias = Callable[[], bytes]
-"""Reads a record's line of strict JSON again."""
+from penstock.view.step import ReadLine, Step
 
 MAX_LINE_BYTES = 1 << 30
 """Longer lines are skipped unread. 5 million tokens take about half of it."""
 _RANK_FILE = re.compile(r"rank_(\d{1,9})\.(jsonl|parquet)")
-
-
-class Step(Protocol):
-    """A readable step: exported by ranks, or the evaluation groups of a policy version."""
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def run(self) -> str: ...
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def stamp(self) -> int:
-        """Changes when the step is written again."""
-
-    def done(self) -> dict[int, Done]:
-        """The ranks' markers, of the attempt that finished."""
-
-    def files(self) -> dict[int, Path]:
-        """The ranks' files."""
-
-    def records(self, skipped: Skipped | None = None) -> Iterator[Record]:
-        """All records."""
-
-    def lines(self, skipped: Skipped) -> Iterator[tuple[ReadLine, Record]]:
-        """All records, each with what reads its line again."""
-
-    def altered(self) -> list[str]:
-        """Files that are not what their rank wrote, or are gone."""
 
 
 class Export:
@@ -157,8 +122,8 @@ class Export:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepFolder:
-    """One step of one run."""
+class StepFolder(Step):
+    """A step that ranks exported."""
 
     number: int
     run: str
@@ -173,7 +138,6 @@ class StepFolder:
         return (self.path / STABLE).stat().st_mtime_ns
 
     def done(self) -> dict[int, Done]:
-        """The ranks' markers, of the attempt that finished."""
         first = read_done(self.path, 0)
         if first is None:
             return {}
@@ -181,41 +145,23 @@ class StepFolder:
         return {rank: mark for rank, mark in marks.items() if mark is not None}
 
     def files(self) -> dict[int, Path]:
-        """The ranks' files."""
         done = self.done()
         if done:
             return {rank: self.path / mark.file for rank, mark in done.items()}
         matches = ((_RANK_FILE.fullmatch(path.name), path) for path in sorted(self.path.iterdir()))
         return {int(match[1]): path for match, path in matches if match}
 
-    def records(self, skipped: Skipped | None = None) -> Iterator[Record]:
-        """All records, rank by rank."""
-        for path in self.files().values():
-            yield from read_file(path, skipped)
-
     def lines(self, skipped: Skipped) -> Iterator[tuple[ReadLine, Record]]:
-        """All records, each with what reads its line again."""
         for path in self.files().values():
             yield from _lines(path, skipped)
 
     def altered(self) -> list[str]:
-        """Files that are not what their rank wrote, or are gone."""
         return [mark.file for mark in self.done().values() if _digest(self.path / mark.file) != mark.digest]
 
 
 def read_file(path: Path, skipped: Skipped | None = None) -> Iterator[Record]:
     """Yield the records of one file."""
-    if path.suffix == ".parquet":
-        from penstock.view.parquet import read_parquet
-
-        yield from read_parquet(path)
-        return
-    skipped = skipped or Skipped()
-    for number, _, line in numbered_lines(path, skipped):
-        try:
-            yield parse_line(line)
-        except MalformedLine as error:
-            skipped.add(f"{path.name}:{number}", error)
+    return (record for _, record in _lines(path, skipped or Skipped()))
 
 
 def _lines(path: Path, skipped: Skipped) -> Iterator[tuple[ReadLine, Record]]:

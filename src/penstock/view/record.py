@@ -153,6 +153,19 @@ FIELDS: dict[str, Any] = {
 """Fields of a record that are not arrays, and their types. Any may be null."""
 
 
+def place_fields(step: int, *, export_step: int, rank: int, micro_step: int, index: int = 0) -> dict[str, Any]:
+    """Return the fields that say where a record belongs. `index` counts the records of its file."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "step": step,
+        "export_step": export_step,
+        "rank": rank,
+        "micro_step": micro_step,
+        "micro_sequence_idx": 0,
+        "export_sequence_idx": index,
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Record:
     """One sequence as it was trained."""

@@ -42,22 +42,29 @@ def rows_since(folder: Path, places: Places) -> tuple[list[dict[str, float | Non
     rows: dict[int, dict[str, float | None]] = {}
     now = dict(places)
     for name in FILES:
-        lines, now[name] = _lines(folder / name, places.get(name, 0))
-        for line in lines:
-            row = _row(line)
-            if row is not None:
-                rows.setdefault(int(row["step"] or 0), {}).update(row)
+        found, now[name] = new_rows(folder / name, places.get(name, 0))
+        for row in found:
+            rows.setdefault(int(row["step"] or 0), {}).update(row)
     return [rows[step] for step in sorted(rows)], now
+
+
+def new_rows(path: Path, start: int) -> tuple[list[dict[str, float | None]], int]:
+    """Return the rows of a file after byte `start`, and where to continue."""
+    lines, end = _lines(path, start)
+    return [row for line in lines if (row := _row(line)) is not None], end
 
 
 def rows_in(path: Path) -> list[dict[str, float | None]]:
     """Return the last rows of a file of metrics, as many as a quarter of a megabyte holds."""
+    return [row for line in last_lines(path) if (row := _row(line)) is not None]
+
+
+def last_lines(path: Path) -> list[bytes]:
+    """Return the lines in the last quarter of a megabyte of a file. The first one may be cut. None if it is absent."""
     try:
-        size = path.stat().st_size
+        return _lines(path, max(path.stat().st_size - _TAIL, 0))[0]
     except OSError:
         return []
-    # Read from the middle of a file, the first line is cut, and a cut line is no row.
-    return [row for line in _lines(path, max(size - _TAIL, 0))[0] if (row := _row(line)) is not None]
 
 
 def as_columns(rows: Iterable[Mapping[str, float | None]]) -> dict[str, list[float | None]]:
@@ -108,7 +115,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     earlier_s: float = 0.0
     """Seconds that earlier starts of the run took."""
     of: str = "run"
-    """"plane" if it is known of the run's plane alone, from its log."""
+    """"plane" if this is only the state of the run's plane, from its log."""
 
     @property
     def seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""The table of runs: of each its state, how far it is, its reward now, and when it last moved."""
+"""The table of runs: the state, last step, current reward and last change of each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.view.library import Library
-from penstock.view.plane_groups import EVALUATION
+from penstock.view.plane_steps import EVALUATION
 from penstock.view.run_files import FILES, rows_in
 
 _CURVE = 60

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import re
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -77,9 +76,7 @@ def _collect(library: Library, name: str, run: str, number: int, sample: int | N
     }
     answers["overview?"] = {
         "exports": [one],
-        "has_text": library.vocabulary is not None,
-        "has_images": bool(hashes),
-        "parting": None,
+        "difference": None,
         "start": start,
     }
     of_run = urlencode({"export": name, "run": run})
@@ -101,22 +98,24 @@ def _inline(library: Library, digest: str) -> str | None:
 
 
 def _assemble(files: dict[str, bytes], data: bytes) -> bytes:
+    """Put style, script and data into the page, in place of what it asks a server for."""
     script, style = files["app.js"], files["style.css"]
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; base-uri 'none'"
-    body = re.search(rb"<body>(.*)</body>", files["index.html"], re.DOTALL)
-    assert body is not None
     safe = data.replace(b"<", b"\\u003c").replace(b">", b"\\u003e").replace(b"&", b"\\u0026")
-    parts = [
-        b'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
-        b'<meta http-equiv="Content-Security-Policy" content="' + policy.encode() + b'">\n',
-        b'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>penstock view</title>\n',
-        b"<style>" + style + b"</style>\n</head>\n<body>",
-        body[1],
-        b'<script type="application/json" id="embedded">' + safe + b"</script>\n",
-        b"<script>" + script + b"</script>\n",
-        b"</body>\n</html>\n",
-    ]
-    return b"".join(parts)
+    meta = b'<meta http-equiv="Content-Security-Policy" content="%b">' % policy.encode()
+    embedded = b'<script type="application/json" id="embedded">%b</script>\n<script>%b</script>\n' % (safe, script)
+    changes = {
+        b'<meta charset="utf-8">': b'<meta charset="utf-8">\n' + meta,
+        b'<link rel="icon" href="data:,">\n': b"",
+        b'<link rel="stylesheet" href="static/style.css">': b"<style>%b</style>" % style,
+        b'<script src="static/app.js" defer></script>\n': b"",
+        b"</body>": embedded + b"</body>",
+    }
+    page = files["index.html"]
+    for old, new in changes.items():
+        assert page.count(old) == 1, old
+        page = page.replace(old, new)
+    return page
 
 
 def _hash(content: bytes) -> str:

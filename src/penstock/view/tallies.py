@@ -160,6 +160,14 @@ def tally(records: Iterable[Record]) -> Tally:
     return out
 
 
+def moments_of(values: Iterable[float | None]) -> dict[str, float] | None:
+    """Return count, mean and extremes of the known numbers as plain data."""
+    spread = Spread()
+    spread.add(np.array([value for value in values if value is not None]))
+    found: dict[str, float] | None = msgspec.to_builtins(spread.moments())
+    return found
+
+
 def trains(record: Record) -> bool:
     """Return whether a record contributes a gradient. An RL sample without an advantage does not."""
     advantages, mask = record.columns.get("advantages"), record.columns["loss_mask"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -19,15 +19,10 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
 
 
-class Vocabulary(Protocol):
-    def text(self, token_id: int) -> str | None:
-        """Return the text of an id, None for unknown ids."""
+class Vocabulary:
+    """The texts of token ids.
 
-
-class Pieces:
-    """A vocabulary by id.
-
-    >>> Pieces({5: "Ġhello", 6: "▁hello", 7: "âĤ", 8: "<0x0A>"}).text(5)
+    >>> Vocabulary({5: "Ġhello", 6: "▁hello", 7: "âĤ", 8: "<0x0A>"}).text(5)
     ' hello'
     """
 
@@ -37,6 +32,7 @@ class Pieces:
         """Ids of added tokens, which are plain text instead of a byte alphabet."""
 
     def text(self, token_id: int) -> str | None:
+        """Return the text of an id, None for unknown ids."""
         piece = self._pieces.get(token_id)
         if piece is None or token_id in self._plain:
             return piece
@@ -58,10 +54,10 @@ def open_vocabulary(folder: Path) -> Vocabulary:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: not a tokenizer's folder: {error}") from None
-    return Pieces({index: piece for piece, index in tokenizer.get_vocab().items()})
+    return Vocabulary({index: piece for piece, index in tokenizer.get_vocab().items()})
 
 
-def _from_json(path: Path) -> Pieces:
+def _from_json(path: Path) -> Vocabulary:
     try:
         data = msgspec.json.decode(path.read_bytes())
         found = data["model"]["vocab"]
@@ -70,7 +66,7 @@ def _from_json(path: Path) -> Pieces:
         added = {int(token["id"]): str(token["content"]) for token in data.get("added_tokens", [])}
     except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
         raise CorruptFile(f"{path}: not a tokenizer.json: {error}") from None
-    return Pieces({**pieces, **added}, frozenset(added))
+    return Vocabulary({**pieces, **added}, frozenset(added))
 
 
 def piece_text(piece: str) -> str:

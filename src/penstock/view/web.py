@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
@@ -13,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.errors import ConfigError, InvalidInput, InvalidReference, MissingAsset, PenstockError, UnknownKey
+from penstock.errors import InvalidInput, InvalidReference, MissingAsset, PenstockError, UnknownKey
 from penstock.extras import require
-from penstock.server import server_config
+from penstock.server import HttpServer
 from penstock.view.access import Guard, new_token
 from penstock.view.library import Library
 from penstock.view.live import events, parse_read
@@ -37,8 +35,6 @@ _TYPES = {
 }
 _GRACE_S = 5
 """How long a response in progress may delay shutdown."""
-_END_S = 10.0
-"""How long to wait for the server's thread."""
 
 
 def make_app(library: Library, *, token: str) -> Guard:
@@ -85,7 +81,9 @@ def answers(library: Library) -> dict[str, Callable[[Request], Any]]:
         "group": lambda request: library.group(*_step_of(request), request.query_params.get("group", "")),
         "dropped": lambda request: library.dropped(*_run_of(request)),
         "history": lambda request: library.history(*_run_of(request)),
-        "over_steps": lambda request: library.over_steps(*_run_of(request), *_chosen(request)),
+        "over_steps": lambda request: library.over_steps(
+            *_run_of(request), request.query_params.get("of", ""), request.query_params.get("name", "")
+        ),
         "dropped_group": lambda request: library.dropped_group(
             *_run_of(request), request.query_params.get("group", "")
         ),
@@ -131,11 +129,6 @@ def _run_of(request: Request) -> tuple[str, str]:
     return request.query_params.get("export", ""), request.query_params.get("run", "")
 
 
-def _chosen(request: Request) -> tuple[str, str]:
-    """Return whether an environment or a prompt is asked for, and its name."""
-    return request.query_params.get("of", ""), request.query_params.get("name", "")
-
-
 def _step_of(request: Request) -> tuple[str, str, int]:
     return (*_run_of(request), _number(request, "step"))
 
@@ -163,42 +156,27 @@ def _number(request: Request, name: str) -> int:
     return int(text)
 
 
-@contextlib.contextmanager
-def listening(port: int) -> Iterator[tuple[socket.socket, int]]:
-    """Open a socket on the loopback address. Yields it and its port; port 0 selects a free one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-            listener.listen(64)
-        except OSError as error:
-            raise ConfigError(f"port {port}: {error.strerror}; choose another, or 0 for a free one") from None
-        yield listener, int(listener.getsockname()[1])
+def viewer(library: Library, *, token: str, port: int = 0) -> HttpServer:
+    """Return the viewer's server, which listens on the loopback address. Port 0 chooses a free one."""
+    app = make_app(library, token=token)
+    library.read_ahead()
+    return HttpServer(
+        app,
+        "127.0.0.1",
+        port,
+        setting="--port",
+        extra="view",
+        ending=app.closing.set,  # open event streams would delay the shutdown
+        timeout_graceful_shutdown=_GRACE_S,
+    )
 
 
 @contextlib.contextmanager
 def serving(library: Library) -> Iterator[tuple[str, int, str]]:
     """Run the viewer in a thread. Yields its URL with the token, its port, and the token."""
     token = new_token()
-    with listening(0) as (listener, port):
-        server = make_server(make_app(library, token=token))
-        library.read_ahead()
-        thread = threading.Thread(target=lambda: server.run(sockets=[listener]), name="viewer", daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{port}/?token={token}", port, token
-        finally:
-            server.should_exit = True
-            thread.join(_END_S)
-
-
-def make_server(app: Guard) -> Any:
-    """Make a uvicorn server for the app; call its `run(sockets=[...])`. URLs are not logged: they contain the token."""
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            app.closing.set()  # open event streams would delay the shutdown
-            await super().shutdown(sockets)
-
-    return Server(server_config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S))
+    server = viewer(library, token=token).start()
+    try:
+        yield f"{server.url}/?token={token}", int(server.url.rpartition(":")[2]), token
+    finally:
+        server.close()

@@ -2,7 +2,7 @@
 "use strict";
 {
   const PAGES = ["run", "step", "groups", "samples", "prompts", "dropped"];
-  const REFRESH_MS = 3000; // tables of a run that goes on are asked for again at most this often
+  const REFRESH_MS = 3000; // least time between two requests for the table of a running run
   const byId = (id) => document.getElementById(id);
   const at = { page: "samples", export: "", run: "", step: 0, sample: -1, token: -1 };
   let query = new URLSearchParams();
@@ -10,7 +10,7 @@
   let step = null;
   let sample = null;
   let shownKey = "";
-  let here = ""; // the address as it was last read or written here
+  let here = ""; // the address as this script last read or wrote it
 
   // ---------------------------------------------------------------- the address
 
@@ -29,14 +29,14 @@
     write();
   }
 
-  // Note in the address what was chosen, unless the reader has gone on: then `hashchange` is on its way.
+  // Write the choice to the address, unless the reader has already navigated: then `hashchange` is on its way.
   function write() {
     if (location.hash !== here) return;
     history.replaceState(null, "", address(at));
     here = location.hash;
   }
 
-  // What is chosen on a page, kept in the address.
+  // The choices made on a page. They are part of the address.
   ps.query = {
     get: (name) => query.get(name),
     set(changes) {
@@ -45,7 +45,7 @@
         else query.set(name, value);
       if (at.export) write();
     },
-    // The same as a page of its own, so that the browser's back button leads back.
+    // Set them as a new entry of the history, so that the back button returns.
     open(changes) {
       history.pushState(null, "", location.hash);
       ps.query.set(changes);
@@ -89,9 +89,9 @@
   }
 
   const drawTop = () =>
-    ps.top.draw(byId("top"), { at, overview, run: runNow(), address, go, toggleList, openParting, theme, followNewest });
+    ps.top.draw(byId("top"), { at, overview, run: runNow(), address, go, toggleList, openDifference, theme, followNewest });
 
-  // Go on with the newest step as it comes, or stay.
+  // Follow the newest step as steps arrive, or stay.
   function followNewest(isOn) {
     ps.query.set({ follow: isOn ? "1" : null });
     const { steps } = runNow();
@@ -103,12 +103,12 @@
   const toggleList = () => document.body.classList.toggle("listing");
 
   // Where two compared runs first differ.
-  function partingPlace() {
-    const { export: name, run, step: number, sample: index, token } = overview.parting;
+  function differencePlace() {
+    const { export: name, run, step: number, sample: index, token } = overview.difference;
     return { page: "samples", export: name, run, step: number, sample: index ?? -1, token: token ?? -1 };
   }
 
-  const openParting = () => go(partingPlace());
+  const openDifference = () => go(differencePlace());
 
   function theme() {
     const root = document.documentElement;
@@ -134,7 +134,7 @@
 
   // The same sample of the other run, where two are compared.
   async function counterpart(row) {
-    if (!overview.parting || overview.exports.length < 2 || !row || !row.sample_id) return null;
+    if (!overview.difference || overview.exports.length < 2 || !row || !row.sample_id) return null;
     const there = overview.exports.find((one) => one.name !== at.export);
     const run = there.runs.find((one) => one.run === at.run) || there.runs[0];
     if (!run.steps.includes(at.step)) return null;
@@ -147,7 +147,7 @@
     const wanted = address({ ...at, token: -1 });
     const row = step.samples.find((one) => one.index === at.sample);
     const [opened, twin] = await Promise.all([ps.source.sample(at), counterpart(row)]);
-    if (address({ ...at, token: -1 }) !== wanted) return; // the reader has gone on meanwhile
+    if (address({ ...at, token: -1 }) !== wanted) return; // the reader opened another sample meanwhile
     opened.home = overview.exports.find((one) => one.name === at.export).folder;
     const isFirst = at.export === overview.exports[0].name;
     const [a, b] = isFirst ? [opened, twin] : [twin, opened];
@@ -160,7 +160,7 @@
       go({ token }, true);
       ps.side.settle(token);
     };
-    if (overview.parting) ps.compare.show(holder, a, b, tell);
+    if (overview.difference) ps.compare.show(holder, a, b, tell);
     else {
       ps.compare.end();
       ps.tokens.show(holder, sample, tell);
@@ -266,7 +266,7 @@
     const before = { ...at };
     parse();
     if (!location.hash) write();
-    notice(overview.parting ? overview.parting.sentence : "");
+    notice(overview.difference ? overview.difference.sentence : "");
     drawTop();
     document.body.dataset.page = at.page;
     const isSamples = at.page === "samples" && runNow().steps.length > 0;
@@ -286,7 +286,7 @@
   let refreshed = 0;
   let waiting = 0;
 
-  // Ask again for the table on the page, unless the reader is typing in it or has just seen it change.
+  // Reload the table on the page, unless the reader is typing in it or it has just changed.
   function refresh() {
     clearTimeout(waiting);
     const rest = refreshed + REFRESH_MS - Date.now();
@@ -298,15 +298,15 @@
     showPage().then(() => (byId("page").scrollTop = scrollTop), (error) => notice(error.message));
   }
 
-  function told(news) {
+  function onOverview(news) {
     if (!news.exports.length) return void notice("There is no run in this folder any longer.");
     const before = runNow();
-    overview = { ...news, parting: overview.parting };
+    overview = { ...news, difference: overview.difference };
     const chosen = overview.exports.find((one) => one.name === at.export);
     if (!chosen || !chosen.runs.some((run) => run.run === at.run)) return void follow();
     const run = runNow();
     const newest = run.steps[run.steps.length - 1];
-    // The steps are others when the first one is exported after the plane's own were shown.
+    // When the first step is exported, the plane's own steps are replaced by exported ones.
     const isFirst = run.steps.length > 0 && !run.steps.includes(at.step);
     const isNew = ps.query.get("follow") === "1" && newest !== undefined && newest !== at.step;
     if (isFirst) at.step = newest;
@@ -322,8 +322,8 @@
     else if (isFirst && at.page !== "run") follow();
   }
 
-  // New rows of a run: it has just trained a step.
-  function counted(news) {
+  // A run has just trained a step and written its metrics.
+  function onRows(news) {
     const { export: name, run } = news;
     const found = overview.exports.find((one) => one.name === name)?.runs.find((one) => one.run === run);
     if (found) found.last = Date.now() / 1000;
@@ -337,7 +337,7 @@
     if (byId("age")) byId("age").textContent = age;
   }
 
-  const lineChanged = () => {
+  const onLine = () => {
     drawTop();
     sayState();
   };
@@ -381,7 +381,7 @@
       Object.fromEntries(PAGES.map((name, i) => [String(i + 1), page(name)])),
     ],
     ["0", "table of runs, for a folder of runs", { 0: () => overview.is_many && go({ page: "runs" }) }],
-    ["f", "follow the newest step, while the run goes on", { f: () => followNewest(ps.query.get("follow") !== "1") }],
+    ["f", "follow the newest step, while the run is running", { f: () => followNewest(ps.query.get("follow") !== "1") }],
     ["/", "search", { "/": () => byId("search") && byId("search").focus() }],
     ["t", "light or dark", { t: theme }],
   ];
@@ -412,11 +412,11 @@
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => resized());
     ps.keys.start(KEYS, () => at.page === "samples" && sample);
     if (ps.source.isEmbedded && overview.start && !location.hash) history.replaceState(null, "", overview.start);
-    if (overview.parting && !location.hash && overview.parting.step !== undefined)
-      history.replaceState(null, "", address(partingPlace()));
+    if (overview.difference && !location.hash && overview.difference.step !== undefined)
+      history.replaceState(null, "", address(differencePlace()));
     await follow();
     setInterval(sayState, 5000); // ages grow
-    ps.live.start({ overview: told, rows: counted, line: lineChanged });
+    ps.live.start({ overview: onOverview, rows: onRows, line: onLine });
   }
 
   start();

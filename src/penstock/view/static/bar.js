@@ -1,4 +1,4 @@
-// The bar over the tokens: what the sample is, and what its tokens are coloured by.
+// The bar above the tokens: details of the sample, and the column its tokens are coloured by.
 "use strict";
 {
   const KINDS = [
@@ -63,19 +63,12 @@
   }
 
   function typedBox() {
-    const found = ps.el("input", {
-      type: "number",
-      id: "typed",
-      min: "0",
-      step: "any",
-      "aria-label": "Value for full colour",
-      value: Number.isNaN(typed) ? "" : String(typed),
-    });
-    found.addEventListener("input", () => {
-      typed = found.value === "" ? NaN : Number(found.value);
+    const value = Number.isNaN(typed) ? "" : String(typed);
+    const label = "Value for full colour";
+    return ps.input({ type: "number", id: "typed", min: "0", step: "any", "aria-label": label, value }, (text) => {
+      typed = text === "" ? NaN : Number(text);
       repaint();
     });
-    return found;
   }
 
   function draw(number, row) {
@@ -87,7 +80,7 @@
       repaint();
     });
     const group = fields.group_id
-      ? ps.el("button", { type: "button", id: "to-group", on: { click: () => openGroup(fields.group_id) } }, "its group")
+      ? ps.button("its group", () => openGroup(fields.group_id), { id: "to-group" })
       : null;
     return ps.el(
       "div",
@@ -145,7 +138,7 @@
     drawLegend(found);
   }
 
-  // The trained token furthest from the column's centre; -1 where there is none.
+  // The trained token furthest from the column's centre, -1 if there is none.
   function worst() {
     const values = sample.columns[column.key];
     const far = (i) => Math.abs(values[i] - column.centre);

@@ -1,4 +1,4 @@
-// Small charts on canvas: histograms, a scatter, the packed grid. Sharp, quiet, in the theme's colours.
+// Small charts on canvas, in the theme's colours: histograms, a scatter plot, the packed grid.
 "use strict";
 {
   function colours() {
@@ -36,16 +36,6 @@
     const out = [];
     for (let i = 0; i < values.length; i++) if ((!mask || mask[i]) && Number.isFinite(values[i])) out.push(values[i]);
     return out;
-  }
-
-  function range(values) {
-    let low = Infinity;
-    let high = -Infinity;
-    for (const value of values) {
-      if (value < low) low = value;
-      if (value > high) high = value;
-    }
-    return [low, high];
   }
 
   function nothing(pen, width, height, ink) {
@@ -102,12 +92,12 @@
     pen.fillText(tallest, 1, 9);
   };
 
-  // The same of values that are counted here.
+  // A histogram of values, which are counted here.
   ps.histogram = function (canvas, values, options) {
     const { mask, transform, marks, centre } = options || {};
     const raw = finite(values, mask);
     const shown = (transform ? raw.map(transform) : raw).filter(Number.isFinite);
-    let [low, high] = range(shown);
+    let [low, high] = ps.extent(shown, [0, 0]);
     if (low === high) [low, high] = [low - 0.5, high + 0.5];
     const bins = Math.max(8, Math.min(48, Math.floor((canvas.clientWidth || 260) / 7)));
     const counts = new Float64Array(bins);
@@ -117,7 +107,7 @@
     ps.bars(canvas, { low, high, counts, values: shown.length }, { ...options, marks: placed, centre: middle });
   };
 
-  // Trainer against sampler; the diagonal is agreement. A click gives the nearest token.
+  // Trainer against sampler; the diagonal is agreement. A click selects the nearest token.
   ps.scatter = function (canvas, xs, ys, options) {
     const { mask, marked, onPick, cursor } = options;
     const { pen, width, height } = prepare(canvas, Math.min(canvas.clientWidth || 240, 240));
@@ -128,8 +118,7 @@
     canvas.setAttribute("aria-label", "trainer against sampler log-probability, " + points.length + " tokens");
     canvas.onclick = null;
     if (!points.length) return nothing(pen, width, height, colour.ink);
-    const every = points.flatMap((i) => [xs[i], ys[i]]);
-    let [low, high] = range(every);
+    let [low, high] = ps.extent(points.flatMap((i) => [xs[i], ys[i]]), [0, 0]);
     if (low === high) [low, high] = [low - 1, high + 1];
     const pad = 16;
     const x = (value) => pad + ((value - low) / (high - low)) * (width - pad - 6);
@@ -178,7 +167,8 @@
     };
   };
 
-  // Ranks down, micro-steps across; each sample a block, padding hatched, the rest of the slot is waiting.
+  // Ranks from top to bottom, micro-steps from left to right. Each sample is a block; padding is hatched; the rest of a
+  // slot is waiting.
   ps.grid = function (canvas, ranks, options) {
     const { onPick } = options || {};
     const slots = Math.max(...ranks.map((rank) => rank.micro_batches.length), 0);

@@ -1,11 +1,11 @@
-// Two recordings of one sample beside each other: the cursor is on the same token in both, what differs is framed.
+// Two recordings of one sample side by side: the cursor is on the same token in both, differences are framed.
 "use strict";
 {
   const second = ps.newTokens("tokens-b", "Tokens of B; arrow keys move between them");
   let isOn = false;
-  let masked = null; // what training masked of B
+  let masked = null; // the tokens of B that training masked
 
-  // Per token 1 where any number differs; a token that only one of them has differs too.
+  // Per token 1 if any number differs. A token that only one of them has differs too.
   function differing(a, b) {
     const out = new Uint8Array(Math.max(a.count, b.count));
     for (const key of new Set([...Object.keys(a.columns), ...Object.keys(b.columns)])) {

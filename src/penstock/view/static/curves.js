@@ -1,111 +1,48 @@
-// Which numbers of a run are drawn, under which names: what it wrote for every step, and what its exports add.
+// The charts of a run: from the metrics it wrote for every step, and from its exported steps.
 "use strict";
 {
   const minus = (a, b) => a && b && a.map((value, i) => value - b[i]);
   const over = (a, b) => a && b && a.map((value, i) => value / b[i]);
   const shareOf = (part, rest) => part && rest && part.map((value, i) => value / (value + rest[i]));
 
-  // A line is a label and where its numbers may come from, best first: a name of the run's metrics, "@name.field" of
+  // A line is a label and the sources of its numbers, best first: a name of the run's metrics, "@name.field" of
   // an exported step, or a function of such names.
   const CHARTS = [
-    [
-      "Reward",
-      "mean of samples: trained in the step, put before it",
-      [
-        ["trained", "train/reward", "@reward.mean"],
-        ["generated", "gen/reward"],
-      ],
-    ],
+    ["Reward", "mean of samples: trained in the step, put before it",
+      [["trained", "train/reward", "@reward.mean"], ["generated", "gen/reward"]]],
     ["Loss", "mean over trained tokens", [["loss", "train/loss", "@loss.mean"]]],
     ["Grad norm", "before clipping", [["grad norm", "train/grad_norm", "grad_norm"]]],
     ["Entropy", "mean over trained tokens", [["entropy", "train/entropy", "@entropy.mean"]]],
     ["Mismatch KL", "trainer against sampler, mean", [["mismatch KL", "train/mismatch_kl", "@mismatch_kl.mean"]]],
-    [
-      "Worst mismatch",
-      "largest of the step",
-      [
-        ["log ratio", "train/max_log_ratio"],
-        ["KL of a token", "@mismatch_kl.max"],
-      ],
-    ],
+    ["Worst mismatch", "largest of the step",
+      [["log ratio", "train/max_log_ratio"], ["KL of a token", "@mismatch_kl.max"]]],
     ["Clipped or masked", "share of trained tokens", [["masked", "train/masked", "@masked_fraction"]]],
-    [
-      "Staleness",
-      "policy versions behind",
-      [
-        ["mean", "train/staleness", "buffer/staleness", "@staleness.mean"],
-        ["oldest", "train/max_staleness", "buffer/max_staleness", "@staleness.max"],
-      ],
-    ],
-    [
-      "Wait against compute",
-      "seconds of a step",
-      [
-        ["waiting for samples", "perf/wait_s"],
-        ["computing", (get) => minus(get("perf/step_s"), get("perf/wait_s"))],
-      ],
-    ],
+    ["Staleness", "policy versions behind",
+      [["mean", "train/staleness", "buffer/staleness", "@staleness.mean"],
+       ["oldest", "train/max_staleness", "buffer/max_staleness", "@staleness.max"]]],
+    ["Wait against compute", "seconds of a step",
+      [["waiting for samples", "perf/wait_s"],
+       ["computing", (get) => minus(get("perf/step_s"), get("perf/wait_s"))]]],
     ["Tokens per second", "computed tokens, wall clock", [["tokens/s", "perf/tokens_per_s", "@tokens_per_s"]]],
-    [
-      "Padding and waste",
-      "share of what was computed",
-      [
-        ["waste", "perf/waste", "@waste"],
-        ["padding", (get) => shareOf(get("perf/padding_tokens"), get("perf/tokens"))],
-      ],
-    ],
-    [
-      "Largest micro-batch",
-      "tokens, and the configured cap",
-      [
-        ["largest", "pack/total_max_micro_batch_tokens"],
-        ["cap", "pack/micro_batch_max_tokens"],
-      ],
-    ],
-    [
-      "Micro-batches",
-      "of the step",
-      [
-        ["all ranks", "pack/total_micro_batches"],
-        ["rank 0", "pack/local_micro_batches", "perf/micro_batches"],
-      ],
-    ],
-    [
-      "Accepted and trained",
-      "samples since the start",
-      [
-        ["accepted", "gen/accepted"],
-        ["trained", "train/committed"],
-      ],
-    ],
+    ["Padding and waste", "share of what was computed",
+      [["waste", "perf/waste", "@waste"],
+       ["padding", (get) => shareOf(get("perf/padding_tokens"), get("perf/tokens"))]]],
+    ["Largest micro-batch", "tokens, and the configured cap",
+      [["largest", "pack/total_max_micro_batch_tokens"], ["cap", "pack/micro_batch_max_tokens"]]],
+    ["Micro-batches", "of the step",
+      [["all ranks", "pack/total_micro_batches"], ["rank 0", "pack/local_micro_batches", "perf/micro_batches"]]],
+    ["Accepted and trained", "samples since the start",
+      [["accepted", "gen/accepted"], ["trained", "train/committed"]]],
     ["Held", "samples that wait for training", [["held", "buffer/held"]]],
     ["Dropped, by reason", "samples since the start", "buffer/dropped/"],
-    [
-      "Memory",
-      "of rank 0 and of its device",
-      [
-        ["host", "perf/memory_bytes"],
-        ["device", "perf/device_bytes"],
-      ],
-      ps.bytes,
-    ],
-    [
-      "Length",
-      "tokens of a sample: trained in the step, put before it",
-      [
-        ["trained", (get) => over(get("pack/total_tokens"), get("pack/total_samples")), "@length.mean"],
-        ["generated", "gen/length"],
-        ["longest", "@length.max"],
-      ],
-    ],
-    [
-      "Trained tokens of a sample",
-      "mean: trained in the step, put before it",
-      [
-        ["trained", (get) => over(get("train/loss_tokens"), get("pack/total_samples"))],
-        ["generated", "gen/completion_length"],
-      ],
-    ],
+    ["Memory", "of rank 0 and of its device", [["host", "perf/memory_bytes"], ["device", "perf/device_bytes"]], ps.bytes],
+    ["Length", "tokens of a sample: trained in the step, put before it",
+      [["trained", (get) => over(get("pack/total_tokens"), get("pack/total_samples")), "@length.mean"],
+       ["generated", "gen/length"],
+       ["longest", "@length.max"]]],
+    ["Trained tokens of a sample", "mean: trained in the step, put before it",
+      [["trained", (get) => over(get("train/loss_tokens"), get("pack/total_samples"))],
+       ["generated", "gen/completion_length"]]],
     ["Trains nothing", "share of the step's samples: no advantage", [["share", "@idle"]]],
     ["Truncated rollouts", "share of samples put before the step", [["truncated", "gen/truncated"]]],
     ["Seconds of a rollout", "mean of samples put before the step", [["seconds", "gen/seconds"]]],
@@ -116,19 +53,9 @@
     ["Over the cap", "micro-batches larger than the cap", [["micro-batches", "pack/over_cap"]]],
     ["Shared tokens", "computed once for several samples", [["tokens", "perf/shared_tokens"]]],
     ["Trained samples", "of the step", [["samples", "train/samples"]]],
-    [
-      "Groups held",
-      "when the step was planned",
-      [["groups", "buffer/items"]],
-    ],
-    [
-      "Staleness of held groups",
-      "policy versions behind",
-      [
-        ["mean", "buffer/staleness_mean"],
-        ["oldest", "buffer/staleness_max"],
-      ],
-    ],
+    ["Groups held", "when the step was planned", [["groups", "buffer/items"]]],
+    ["Staleness of held groups", "policy versions behind",
+      [["mean", "buffer/staleness_mean"], ["oldest", "buffer/staleness_max"]]],
     ["Trained tokens", "of the step", [["tokens", "train/loss_tokens", "@loss_tokens"]]],
   ];
   const PACKED = ["tokens", "loss_tokens", "samples"].flatMap((name) => [`pack/local_${name}`, `pack/total_${name}`]);
@@ -165,7 +92,7 @@
     return null;
   }
 
-  // Charts of a run: title, note and lines ({ label, xs, ys }); those without a number are left out.
+  // The charts of a run: title, note and lines ({ label, xs, ys }). Those without a number are left out.
   ps.curvesOf = function (found) {
     const read = reader(found);
     const names = [
@@ -197,7 +124,7 @@
     return charts;
   };
 
-  // Whether a chart says nothing over time: every line has one value, or one point, at three steps or more.
+  // Whether a chart is constant: it has three steps or more, and each of its lines has one value.
   ps.isConstant = function (chart) {
     if (chart.title === "Reward" || Math.max(...chart.lines.map((line) => line.xs.length)) < 3) return false;
     return chart.lines.every((line) => {
@@ -208,9 +135,9 @@
 
   const RECENT = 20;
   const tenths = (share) => ps.number(Math.round(share * 1000) / 10) + " %";
-  const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+  const { mean } = ps;
 
-  // One sentence on how the run is doing, from its last steps; empty where nothing is known.
+  // One sentence about how the run is doing, from its last steps. Empty if nothing is known.
   ps.verdictOf = function (found) {
     const charts = ps.curvesOf(found);
     const values = (title, label) => {
@@ -250,7 +177,7 @@
     return text && text[0].toUpperCase() + text.slice(1) + ".";
   };
 
-  // New rows of a run, put where they belong: a step that was trained again replaces what was there.
+  // Merge new rows into the metrics of a run. A step that was trained again replaces the earlier one.
   ps.mergeRows = function (metrics, more) {
     if (!metrics.step) metrics.step = [];
     const place = new Map(metrics.step.map((step, i) => [step, i]));

@@ -1,4 +1,4 @@
-// What did not reach the trainer: by reason, group by group, with their tokens while the plane keeps them.
+// Groups that did not reach the trainer, by reason, with their tokens while the plane keeps them.
 "use strict";
 {
   const WHY = {
@@ -13,7 +13,7 @@
   const tokens = ps.newTokens("dropped-tokens", "Tokens of the group that was set aside");
   let at = null;
 
-  // Mean lengths by what became of samples: a bias shows where trained ones differ from those that came in.
+  // Mean lengths by state. A length bias shows as a difference between trained and accepted samples.
   function lengths(found) {
     const of = (name) => (found[name] === undefined ? null : Number(found[name].toPrecision(3)));
     if (of("accepted") === null) return null;
@@ -71,31 +71,24 @@
   function table(groups, holder) {
     const names = ["group", "prompt", "what became of it", "samples", "tokens", "policy", "its tokens"];
     const rows = groups.map((group) => {
-      const button = ps.el("button", { type: "button", data: { group: group.id } }, "show");
-      button.addEventListener("click", () => show(group, holder));
+      const button = ps.button("show", () => show(group, holder), { data: { group: group.id } });
       const why = group.state === "quarantined" ? "quarantined: " + group.reason : "dropped: " + group.reason;
       return ps.el(
         "tr",
         {},
-        ps.el("td", { class: "name" }, ps.visible(group.id)),
-        ps.el("td", { class: "name" }, ps.visible(group.prompt || "–")),
+        ps.cell(ps.visible(group.id), true),
+        ps.cell(ps.visible(group.prompt || "–"), true),
         ps.el(
           "td",
           { class: "name why" },
           ps.visible(why),
           WHY[group.reason] ? ps.el("span", { class: "dim" }, " (" + WHY[group.reason] + ")") : null,
         ),
-        ...["samples", "tokens", "policy_version"].map((key) => ps.el("td", {}, ps.number(group[key]))),
-        ps.el("td", {}, group.is_kept ? button : ps.el("span", { class: "dim" }, "freed")),
+        ...["samples", "tokens", "policy_version"].map((key) => ps.cell(ps.number(group[key]))),
+        ps.cell(group.is_kept ? button : ps.el("span", { class: "dim" }, "freed")),
       );
     });
-    const head = names.map((name, i) => ps.el("th", { scope: "col", class: i < 3 ? "name" : "" }, name));
-    return ps.el(
-      "table",
-      { class: "grid", id: "dropped" },
-      ps.el("thead", {}, ps.el("tr", {}, ...head)),
-      ps.el("tbody", {}, ...rows),
-    );
+    return ps.table("dropped", names, (i) => i < 3, rows);
   }
 
   ps.droppedPage = function (element, found, place) {
@@ -106,16 +99,11 @@
     }
     const holder = ps.el("div", { id: "dropped-group" });
     const why = [...new Set(found.groups.map((group) => group.reason))].sort();
-    const list = ps.el("div", { class: "table" });
+    const list = ps.el("div", {});
     const fill = () => {
       const wanted = ps.query.get("reason") || "";
-      ps.fill(
-        list,
-        table(
-          found.groups.filter((group) => !wanted || group.reason === wanted),
-          holder,
-        ),
-      );
+      const groups = found.groups.filter((group) => !wanted || group.reason === wanted);
+      ps.fill(list, table(groups, holder));
     };
     const box = ps.select(
       "reason",

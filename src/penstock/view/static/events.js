@@ -9,7 +9,7 @@
     quarantine: ["quarantine", "quarantines"],
     lose: ["loss", "losses"],
   };
-  const APART = 8; // pixels; marks that are nearer become one
+  const APART = 8; // pixels; marks closer than this are merged
   const LISTED = 6; // events named in one tooltip
   const RANK = ["kill", "rewind", "lose", "evict", "quarantine", "restart"];
 
@@ -24,7 +24,7 @@
     return lines.join("\n");
   }
 
-  // Marks for a chart's axis. `last` is the last step drawn: what happened after it stands at the end.
+  // Marks for a chart's axis. `last` is the last step drawn: later events are marked at the end.
   ps.eventMarks = function (events, scale, range, last) {
     const found = [];
     for (const event of events) {
@@ -59,23 +59,13 @@
         ps.el(
           "tr",
           {},
-          ps.el("td", {}, ps.number(event.step)),
-          ps.el("td", { class: "name" }, event.at === null ? "–" : ps.clock(event.at)),
-          ps.el("td", { class: "name" }, ps.el("span", { class: "word " + event.kind }, (NAMES[event.kind] || [event.kind])[0])),
+          ps.cell(ps.number(event.step)),
+          ps.cell(event.at === null ? "–" : ps.clock(event.at), true),
+          ps.cell(ps.el("span", { class: "word " + event.kind }, (NAMES[event.kind] || [event.kind])[0]), true),
           ps.el("td", { class: "name why" }, ps.visible(event.text)),
         ),
       );
-    const head = ["before step", "time", "what", ""].map((name, i) =>
-      ps.el("th", { scope: "col", class: i ? "name" : "" }, name),
-    );
-    ps.fill(
-      element,
-      ps.el("summary", {}, counted(events) + ": marked under every chart"),
-      ps.el(
-        "div",
-        { class: "table" },
-        ps.el("table", { class: "grid" }, ps.el("thead", {}, ps.el("tr", {}, ...head)), ps.el("tbody", {}, ...rows)),
-      ),
-    );
+    const summary = ps.el("summary", {}, counted(events) + ": marked under every chart");
+    ps.fill(element, summary, ps.table("", ["before step", "time", "what", ""], Boolean, rows));
   };
 }

@@ -45,7 +45,7 @@
     "<": (a, b) => a < b,
     "=": (a, b) => a === b,
   };
-  let hits = null; // samples whose tokens say what is searched, by index; null: not asked yet
+  let hits = null; // by sample: the token where the search text begins; null: not searched yet
 
   // "reward>=0.5 env=math": every term must hold. Anything else is returned as an error message.
   ps.parseWhere = function (text) {
@@ -98,7 +98,7 @@
     };
   }
 
-  // Unknown values come last, whichever way the order goes; equal ones keep the order of the step.
+  // Unknown values come last in either direction. Equal ones keep the order of the step.
   function order(key, sign) {
     return (a, b) => {
       const [x, y] = [a[key], b[key]];
@@ -109,7 +109,7 @@
     };
   }
 
-  // The order asked for: a column and a direction, "-reward" from the highest.
+  // The requested order: a column and a direction. "-reward" starts with the highest.
   function sorting(other) {
     const text = get("sort") || other;
     const key = text.replace(/^-/, "");

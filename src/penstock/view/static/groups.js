@@ -18,10 +18,10 @@
 
   function mean(values) {
     const known = values.filter((value) => Number.isFinite(value));
-    return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
+    return known.length ? ps.mean(known) : null;
   }
 
-  // A group's value in a column: the mean, of extremes the largest, of names the only one.
+  // A group's value in a column: the mean, the largest of extremes, or a name that all share.
   function together(members, column) {
     const values = members.map((row) => row[column.key]);
     if (column.text) return new Set(values).size === 1 ? values[0] : null;
@@ -56,15 +56,12 @@
     const { key, sign } = ps.filters.sorting("index");
     const head = chosenColumns().map((column) => {
       const on = column.key === key;
-      const button = ps.el(
-        "button",
-        { type: "button", data: { sort: column.key } },
-        column.label + (on ? (sign > 0 ? " ↑" : " ↓") : ""),
-      );
-      button.addEventListener("click", () => {
+      const sort = () => {
         ps.query.set({ sort: (on && sign < 0 ? "" : "-") + column.key });
         fill();
-      });
+      };
+      const arrow = on ? (sign > 0 ? " ↑" : " ↓") : "";
+      const button = ps.button(column.label + arrow, sort, { data: { sort: column.key } });
       return ps.el(
         "th",
         {
@@ -78,7 +75,7 @@
     return ps.el("thead", {}, ps.el("tr", {}, ps.el("th", { scope: "col", class: "name" }, first), ...head));
   }
 
-  // Advantages of a group add up to about nothing: their ends say more.
+  // Advantages of a group add up to about 0, so show their range.
   function shown(of, column) {
     if (column.key !== "advantage" || !of.members || of.advantage === null) return cell(of[column.key]);
     const low = Math.min(...of.members.map((row) => row.advantage ?? Infinity));
@@ -97,7 +94,7 @@
 
   // ---------------------------------------------------------------- one group
 
-  function said(ids, texts, total) {
+  function textOf(ids, texts, total) {
     const named = ids.map((id) => texts[id]);
     const text = named.every((one) => one !== undefined) ? named.join("") : ids.join(" ");
     return ps.visible(text) + (total > ids.length ? " … " + (total - ids.length) + " more tokens" : "");
@@ -105,11 +102,10 @@
 
   function link(row, token) {
     const name = ps.visible(row.sample_id || "sample " + row.index);
-    const act = () => open(row.index, token);
-    return ps.el("button", { type: "button", class: "link", data: { sample: row.index }, on: { click: act } }, name);
+    return ps.link(name, () => open(row.index, token), { data: { sample: row.index } });
   }
 
-  // Rollouts that end alike: what each was worth, their last tokens, and their names.
+  // Rollouts that end in the same way: their rewards, last tokens and names.
   function leaf(rows, text, token) {
     const worth = rows.map((row) => ps.rewardPill(row.reward, rewards));
     const advantages = new Set(rows.map((row) => (row.advantage === null ? "" : "A " + ps.signed(row.advantage))));
@@ -123,11 +119,11 @@
     );
   }
 
-  // A branch with what follows it; what all rollouts share is folded away.
+  // A branch with its children. What all rollouts share is collapsed.
   function branch(found, i, members) {
     const one = found.branches[i];
     const count = one.end - one.start;
-    const text = said(one.ids, found.texts, count);
+    const text = textOf(one.ids, found.texts, count);
     if (one.members.length === 1) return leaf([members[one.members[0]]], text, one.start);
     const all = one.members.length === members.length;
     const tokens = ps.number(count) + (count === 1 ? " token" : " tokens");
@@ -170,15 +166,13 @@
 
   function groupRows(group) {
     const isOpen = ps.query.get("group") === group.id;
-    const name = ps.el(
-      "button",
-      { type: "button", class: "link", "aria-expanded": String(isOpen), data: { group: group.id } },
-      (isOpen ? "▾ " : "▸ ") + ps.visible(group.members[0].prompt || group.id || "no group"),
-    );
-    name.addEventListener("click", () => {
+    const label = (isOpen ? "▾ " : "▸ ") + ps.visible(group.members[0].prompt || group.id || "no group");
+    const toggle = () => {
       ps.query.set({ group: isOpen ? null : group.id });
       fill();
-    });
+    };
+    const name = ps.link(label, toggle, { "aria-expanded": String(isOpen), data: { group: group.id } });
+    const idle = { class: "mark", title: "All advantages are 0, so there is no gradient" };
     const pills = group.members.slice(0, 16).map((row) => ps.rewardPill(row.reward, rewards));
     const rest = group.members.length - 16;
     const row = ps.el(
@@ -192,13 +186,7 @@
           { class: "who" },
           name,
           ps.el("span", { class: "pills" }, ...pills.filter(Boolean), rest > 0 ? "+" + rest : ""),
-          group.trains
-            ? null
-            : ps.el(
-                "span",
-                { class: "mark", title: "All advantages are 0, so there is no gradient" },
-                "trains nothing",
-              ),
+          group.trains ? null : ps.el("span", idle, "trains nothing"),
         ),
       ),
       ...cells(group),
@@ -213,17 +201,12 @@
 
   function chooser() {
     const boxes = ps.sampleColumns.map((column) => {
-      const box = ps.el("input", {
-        type: "checkbox",
-        checked: chosenColumns().includes(column),
-        data: { choose: column.key },
-      });
-      box.addEventListener("change", () => {
-        const now = ps.sampleColumns.filter((one) => (one === column ? box.checked : chosenColumns().includes(one)));
+      const choose = (isOn) => {
+        const now = ps.sampleColumns.filter((one) => (one === column ? isOn : chosenColumns().includes(one)));
         ps.query.set({ columns: now.map((one) => one.key).join(",") });
         fill();
-      });
-      return ps.el("label", { class: "check" }, box, column.label);
+      };
+      return ps.check(column.label, chosenColumns().includes(column), choose, { data: { choose: column.key } });
     });
     return ps.el("details", { class: "chooser" }, ps.el("summary", {}, "columns"), ps.el("div", {}, ...boxes));
   }
@@ -236,11 +219,10 @@
     element.querySelector("#group-count").textContent =
       ps.number(all.length) + " " + what + (idle ? ", " + ps.number(idle) + " of them train nothing" : "");
     const found = all.slice(0, limit).flatMap((one) => (isFlat() ? [sampleRow(one)] : groupRows(one)));
-    const more = ps.el("button", { type: "button", id: "more" }, "show " + PAGE + " more");
-    more.addEventListener("click", () => {
+    const showMore = () => {
       limit += PAGE;
       fill();
-    });
+    };
     ps.fill(
       element.querySelector(".table"),
       ps.el(
@@ -249,7 +231,7 @@
         header(isFlat() ? "sample" : "prompt, rewards of its rollouts"),
         ps.el("tbody", {}, ...found),
       ),
-      all.length > limit ? more : null,
+      all.length > limit ? ps.button("show " + PAGE + " more", showMore, { id: "more" }) : null,
     );
   }
 
@@ -264,11 +246,10 @@
       rows.map((row) => row.reward),
       [0, 1],
     );
-    const flat = ps.el("input", { type: "checkbox", id: "flat", checked: isFlat() });
-    flat.addEventListener("change", () => {
-      ps.query.set({ flat: flat.checked ? "1" : null });
+    const setFlat = (isOn) => {
+      ps.query.set({ flat: isOn ? "1" : null });
       fill();
-    });
+    };
     ps.fill(
       holder,
       ps.el(
@@ -276,7 +257,7 @@
         { class: "controls tools" },
         ps.searchBox(() => at, fill, "search"),
         ps.whereBox(fill, "where"),
-        ps.el("label", { class: "check" }, flat, "all samples in one table"),
+        ps.check("all samples in one table", isFlat(), setFlat, { id: "flat" }),
         chooser(),
         ps.el("span", { class: "dim", id: "group-count", role: "status" }),
       ),

@@ -1,4 +1,4 @@
-// The keyboard: every key with what it does, shown as a list and acted upon.
+// The keyboard: the list of keys, and what each does.
 "use strict";
 {
   let acts = [];
@@ -18,7 +18,7 @@
         { class: "dim small" },
         "On a chart: arrow keys move the cursor, Enter opens the step. Lines under tokens: what the loss masked, solid by the upper threshold, dashed by the lower, dotted without direction. Lines over tokens: the rule being tried. Dimmed tokens are context.",
       ),
-      ps.el("button", { type: "button", on: { click: () => dialog.close() } }, "close"),
+      ps.button("close", () => dialog.close()),
     );
     dialog.showModal();
   }

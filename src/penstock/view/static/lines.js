@@ -43,17 +43,12 @@
 
   // The index of the value nearest to x in a rising list.
   ps.nearest = function (xs, x) {
-    let low = 0;
-    let high = xs.length - 1;
-    while (high - low > 1) {
-      const middle = (low + high) >> 1;
-      if (xs[middle] <= x) low = middle;
-      else high = middle;
-    }
+    const low = ps.lastUpTo(xs, x);
+    const high = Math.min(low + 1, xs.length - 1);
     return Math.abs(xs[high] - x) < Math.abs(xs[low] - x) ? high : low;
   };
 
-  // The line through points; where several fall on one pixel column, its lowest and highest are drawn.
+  // Draw a line through points. If several fall on one pixel column, draw their lowest and highest.
   function trace(pen, xs, ys, x, y) {
     let open = false;
     let column = NaN;
@@ -97,11 +92,11 @@
           if (ys[i] > high) high = ys[i];
         }
     if (low > high) return null;
-    const flat = high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high)); // differences of rounding are none
+    const flat = high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high)); // ignore rounding errors
     if (isLog) return flat ? [low / 2, high * 2] : [low / 1.06, high * 1.06];
     if (flat) return [low - (Math.abs(low) * 0.1 || 0.5), low + (Math.abs(low) * 0.1 || 0.5)];
     const room = (high - low) * 0.06;
-    // A line that comes near zero is drawn from zero: half of nothing must not look like half of all.
+    // A line that comes near zero is drawn from zero: otherwise a small change would look like a large one.
     if (low >= 0 && low < high / 3) return [0, high + room];
     return [low - room, high + room];
   }
@@ -117,7 +112,7 @@
     return inside.filter((_, i) => i % Math.ceil(inside.length / 6) === 0);
   }
 
-  // Draw series ({ xs, ys, colour, faint }) between two steps; gives the functions between steps and pixels.
+  // Draw series ({ xs, ys, colour, faint }) between two steps. Returns functions between steps and pixels.
   ps.drawLines = function (canvas, series, range, isLog) {
     const { pen, width, height } = ps.prepare(canvas, TALL);
     const colour = ps.palette();

@@ -1,4 +1,4 @@
-// The left column: samples of a step, found by text, filtered by what they are, sorted by what is worst in them.
+// The left column: the samples of a step, with search, filters and sorting.
 "use strict";
 {
   const ROW = 66;
@@ -113,16 +113,8 @@
   }
 
   function field(label, name, id) {
-    const box = ps.el("input", {
-      id,
-      type: "number",
-      step: "any",
-      placeholder: label,
-      "aria-label": label,
-      value: ps.query.get(name) || "",
-    });
-    box.addEventListener("input", () => set(name)(box.value));
-    return box;
+    const value = ps.query.get(name) || "";
+    return ps.input({ id, type: "number", step: "any", placeholder: label, "aria-label": label, value }, set(name));
   }
 
   function choices(all, key, rows) {
@@ -132,50 +124,38 @@
 
   // The search box for text and ids. Queries the server shortly after the last key.
   ps.searchBox = function (where, changed, id) {
-    const search = ps.el("input", {
-      type: "search",
-      id,
-      placeholder: "Search names, text, ids  /",
-      "aria-label": "Search names, token text and token ids",
-      value: ps.query.get("search") || "",
-    });
+    const label = "Search names, token text and token ids";
+    const shown = { placeholder: "Search names, text, ids  /", "aria-label": label, value: ps.query.get("search") || "" };
     let waiting = 0;
-    search.addEventListener("input", () => {
-      set("search", changed)(search.value);
+    return ps.input({ type: "search", id, ...shown }, (text) => {
+      set("search", changed)(text);
       clearTimeout(waiting);
       waiting = setTimeout(() => ps.filters.search(where(), changed), 180);
     });
-    return search;
   };
 
   // The box for conditions on any column.
   ps.whereBox = function (changed, id) {
-    const box = ps.el("input", {
-      id,
+    const shown = {
       placeholder: "reward<0.5 staleness>1 env=math",
-      title: "Conditions on any column, all of which must hold: NAME>=VALUE",
+      title: "Conditions on any column: NAME>=VALUE. All must hold.",
       "aria-label": "Conditions on any column, as in reward<0.5 env=math",
-      value: ps.query.get("where") || "",
-      spellcheck: false,
-    });
-    box.addEventListener("input", () => {
+    };
+    return ps.input({ id, value: ps.query.get("where") || "", spellcheck: false, ...shown }, (text, box) => {
       try {
-        ps.parseWhere(box.value);
+        ps.parseWhere(text);
         box.setCustomValidity("");
       } catch (error) {
         box.setCustomValidity(error.message);
         return;
       }
-      set("where", changed)(box.value.trim());
+      set("where", changed)(text.trim());
     });
-    return box;
   };
 
   function make(rows) {
-    const masked = ps.el("input", { type: "checkbox", id: "only-masked", checked: Boolean(ps.query.get("masked")) });
-    masked.addEventListener("change", () => set("masked")(masked.checked ? "1" : ""));
-    const micro = ps.el("button", { type: "button", class: "chip", id: "micro", title: "Show all micro-steps again" });
-    micro.addEventListener("click", () => set("micro")(""));
+    const setMasked = (isOn) => set("masked")(isOn ? "1" : "");
+    const micro = ps.button("", () => set("micro")(""), { class: "chip", id: "micro", title: "Show all micro-steps again" });
     const spacer = ps.el("div", { class: "spacer" });
     const count = ps.el("span", { class: "count", id: "count", role: "status" });
     const scroller = ps.el(
@@ -203,7 +183,7 @@
           field("stale ≥", "stale", "filter-stale"),
         ),
         ps.whereBox(refresh, "where"),
-        ps.el("label", { class: "check" }, masked, "only with masked tokens"),
+        ps.check("only with masked tokens", Boolean(ps.query.get("masked")), setMasked, { id: "only-masked" }),
         ps.el("label", { class: "sort" }, "sort by", sort),
         ps.el("div", { class: "found" }, count, micro),
       ),
@@ -212,24 +192,14 @@
   }
 
   ps.list = {
-    // Fill the column with a step's samples; filters are kept from step to step where they still mean something.
+    // Fill the column with a step's samples. Filters that still match something are kept from step to step.
     show(element, rows, place, open) {
       samples = rows;
       at = { ...place };
       onOpen = open;
-      rewards = ps.extent(
-        rows.map((row) => row.reward),
-        [0, 1],
-      );
-      worst = ps.extent(
-        rows.map((row) => row.max_kl),
-        [0, 1],
-      )[1];
-      for (const [name, key] of [
-        ["env", "env_name"],
-        ["rank", "rank"],
-        ["mode", "training_mode"],
-      ])
+      rewards = ps.extent(rows.map((row) => row.reward), [0, 1]);
+      worst = ps.extent(rows.map((row) => row.max_kl), [0, 1])[1];
+      for (const [name, key] of Object.entries({ env: "env_name", rank: "rank", mode: "training_mode" }))
         if (!rows.some((row) => (row[key] === null ? "–" : String(row[key])) === ps.query.get(name)))
           ps.query.set({ [name]: null });
       element.replaceChildren(...make(rows));
@@ -249,7 +219,7 @@
         parts.scroller.scrollTop = top - parts.scroller.clientHeight / 3;
       draw();
     },
-    // The sample `by` places further down the list as it is now.
+    // The sample `by` places further down the current list.
     neighbour(by) {
       const place = shown.findIndex((row) => row.index === current);
       const next = shown[Math.max(0, Math.min(shown.length - 1, place + by))];

@@ -3,8 +3,8 @@
 {
   let line = null;
   let isOpen = false;
-  let hears = null; // the callbacks, once the page is there
-  const read = {}; // by export and run: how far its numbers are known
+  let callbacks = null; // set once the page is ready
+  const read = {}; // by export and run: how far its files have been read
 
   function connect() {
     if (line) line.close();
@@ -19,21 +19,21 @@
       line.addEventListener(name, (event) => {
         turn(true);
         Object.assign(read, JSON.parse(event.lastEventId || "{}"));
-        hears[name](JSON.parse(event.data));
+        callbacks[name](JSON.parse(event.data));
       });
   }
 
   function turn(now) {
     if (isOpen === now) return;
     isOpen = now;
-    hears.line(now);
+    callbacks.line(now);
   }
 
   ps.live = {
     isOpen: () => isOpen,
-    // Start. `told` has a callback for each event (overview, rows) and for the connection state.
-    start(told) {
-      hears = told;
+    // Start. `given` has a callback for each event (overview, rows) and for the state of the connection (line).
+    start(given) {
+      callbacks = given;
       if (ps.source.isEmbedded) return;
       connect();
       // A browser opens at most six connections per host: a hidden tab must not hold one.
@@ -44,7 +44,7 @@
       const key = at.export + "\n" + at.run;
       if (ps.source.isEmbedded || key in read) return;
       read[key] = places || {};
-      if (hears) connect();
+      if (callbacks) connect();
     },
   };
 }

@@ -11,7 +11,7 @@
   };
   const change = (one) => (one.first === null ? 0 : one.last - one.first);
 
-  const cell = (text, name) => ps.el("td", { class: name ? "name" : "" }, text);
+  const { cell } = ps;
   const value = (number, digits) => (number === null ? "–" : number.toFixed(digits));
 
   // A small curve, drawn once it is on the page.
@@ -36,22 +36,14 @@
   };
   const { spark } = ps;
 
-  // A name that opens its page over steps. The mark before the name keeps an empty one apart from none.
+  // A name that opens its page over steps. The "=" before the name distinguishes an empty name from none.
   function opening(kind, name) {
     if (ps.source.isEmbedded) return ps.visible(name || "–");
-    const link = ps.el("button", { type: "button", class: "link", data: { over: kind } }, ps.visible(name || "–"));
-    link.addEventListener("click", () => ps.query.open({ of: kind, name: "=" + name }));
-    return link;
+    return ps.link(ps.visible(name || "–"), () => ps.query.open({ of: kind, name: "=" + name }), { data: { over: kind } });
   }
 
-  function grid(id, names, rows, numbers) {
-    const head = names.map((name, i) => ps.el("th", { scope: "col", class: numbers[i] ? "" : "name" }, name));
-    return ps.el(
-      "div",
-      { class: "table" },
-      ps.el("table", { class: "grid", id }, ps.el("thead", {}, ps.el("tr", {}, ...head)), ps.el("tbody", {}, ...rows)),
-    );
-  }
+  const stepLink = (step, open) => ps.link("step " + step, () => open(step));
+  const share = (number) => (number === null ? "–" : ps.percent(number, 1));
 
   function environments(found) {
     const names = ["environment", "reward", "groups", "mean reward", "tokens", "seconds", "truncated"];
@@ -60,39 +52,36 @@
         "tr",
         {},
         cell(opening("env", one.env), true),
-        ps.el("td", { class: "name" }, spark(one.curve, "rewards of " + (one.env || "groups without a name"))),
+        cell(spark(one.curve, "rewards of " + (one.env || "groups without a name")), true),
         cell(ps.number(one.groups)),
         cell(value(one.reward, 3)),
         cell(value(one.length, 0)),
         cell(value(one.seconds, 1)),
-        cell(one.truncated === null ? "–" : ps.percent(one.truncated, 1)),
+        cell(share(one.truncated)),
       ),
     );
-    return grid("envs", names, rows, [0, 0, 1, 1, 1, 1, 1]);
+    return ps.table("envs", names, (i) => i < 2, rows);
   }
 
   function prompts(rows, open) {
     const names = ["prompt", "environment", "reward", "groups", "first", "last", "best", "mean", "last trained"];
-    const lines = rows.map((one) => {
-      const step = ps.el("button", { type: "button", class: "link" }, "step " + one.last_step);
-      step.addEventListener("click", () => open(one.last_step));
-      return ps.el(
+    const lines = rows.map((one) =>
+      ps.el(
         "tr",
         {},
         cell(opening("prompt", one.prompt), true),
         cell(ps.visible(one.env || "–"), true),
-        ps.el("td", { class: "name" }, spark(one.curve, "rewards of this prompt")),
+        cell(spark(one.curve, "rewards of this prompt"), true),
         cell(ps.number(one.groups)),
         ...["first", "last", "best", "mean"].map((key) => cell(value(one[key], 3))),
-        ps.el("td", {}, step),
-      );
-    });
-    return grid("prompts", names, lines, [0, 0, 0, 1, 1, 1, 1, 1, 1]);
+        cell(stepLink(one.last_step, open)),
+      ),
+    );
+    return ps.table("prompts", names, (i) => i < 3, lines);
   }
 
   // ---------------------------------------------------------------- one environment or prompt over steps
 
-  const share = (number) => ps.percent(number, 1);
   const CHARTS = [
     ["Reward", "mean of its samples", "reward", ps.number],
     ["Length", "mean tokens of a sample", "length", ps.number],
@@ -123,24 +112,21 @@
   function stepsTable(found, open) {
     const names = ["step", "groups", "reward", "tokens", "seconds", "truncated"];
     const rows = found.steps
-      .map((step, i) => {
-        const link = ps.el("button", { type: "button", class: "link" }, "step " + step);
-        link.addEventListener("click", () => open(step));
-        const truncated = found.truncated[i];
-        return ps.el(
+      .map((step, i) =>
+        ps.el(
           "tr",
           {},
-          ps.el("td", { class: "name" }, link),
+          cell(stepLink(step, open), true),
           cell(ps.number(found.groups[i])),
           cell(value(found.reward[i], 3)),
           cell(value(found.length[i], 0)),
           cell(value(found.seconds[i], 1)),
-          cell(truncated === null ? "–" : share(truncated)),
-        );
-      })
+          cell(share(found.truncated[i])),
+        ),
+      )
       .reverse();
     const note = rows.length > ROWS ? `the last ${ROWS} of ${ps.number(rows.length)} steps with it` : "";
-    return [ps.el("p", { class: "dim small" }, note), grid("over-steps", names, rows.slice(0, ROWS), [0, 1, 1, 1, 1, 1])];
+    return [ps.el("p", { class: "dim small" }, note), ps.table("over-steps", names, (i) => !i, rows.slice(0, ROWS))];
   }
 
   // The page of one environment or one prompt; a click on a chart or a step opens its groups.
@@ -153,8 +139,8 @@
     const lost = unused.reduce((sum, [, count]) => sum + count, 0);
     const why = unused.map(([reason, count]) => ps.number(count) + " " + ps.visible(reason)).join(", ");
     const rewards = numbers("reward").filter(Number.isFinite);
-    const back = ps.el("button", { type: "button", class: "link", id: "all-prompts" }, "← all environments and prompts");
-    back.addEventListener("click", () => ps.query.open({ of: null, name: null }));
+    const leave = () => ps.query.open({ of: null, name: null });
+    const back = ps.link("← all environments and prompts", leave, { id: "all-prompts" });
     const other =
       kind === "env"
         ? ps.card("prompts", ps.number(found.num_prompts), "trained so far")
@@ -185,7 +171,11 @@
     if (!found.prompts.length)
       return ps.fill(element, ps.el("p", { class: "empty" }, "No step has been trained yet."));
     const list = ps.el("div", {});
-    const search = ps.el("input", { id: "find-prompt", placeholder: "part of a name", value: ps.query.get("prompt") || "" });
+    const wantedName = { id: "find-prompt", placeholder: "part of a name", value: ps.query.get("prompt") || "" };
+    const search = ps.input(wantedName, (text) => {
+      ps.query.set({ prompt: text || null });
+      draw();
+    });
     const draw = () => {
       const wanted = search.value.toLowerCase();
       const [, order] = SORTS[ps.query.get("sort")] || SORTS.groups;
@@ -195,10 +185,6 @@
       const more = rows.length > SHOWN ? "the first " + SHOWN + " of " + ps.number(rows.length) : ps.number(rows.length);
       ps.fill(list, ps.el("p", { class: "dim small", id: "prompts-shown" }, more + " shown"), prompts(rows.slice(0, SHOWN), open));
     };
-    search.addEventListener("input", () => {
-      ps.query.set({ prompt: search.value || null });
-      draw();
-    });
     const sorts = Object.entries(SORTS).map(([key, [text]]) => [key, text]);
     const box = ps.select("prompt-sort", "Order", sorts, ps.query.get("sort") || "groups", (chosen) => {
       ps.query.set({ sort: chosen });

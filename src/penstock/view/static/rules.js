@@ -70,17 +70,10 @@
   // Boxes for thresholds; `changed` is called as valid ones are typed.
   ps.thresholdBoxes = function (thresholds, changed, prefix) {
     return Object.entries(thresholds).map(([name, value]) => {
-      const box = ps.el("input", {
-        type: "number",
-        step: "any",
-        min: "0",
-        value: String(value),
-        id: prefix + name,
-        "aria-label": name,
-      });
-      box.addEventListener("input", () => {
-        const typed = Number(box.value);
-        const valid = box.value !== "" && Number.isFinite(typed) && typed >= 0;
+      const shown = { type: "number", step: "any", min: "0", value: String(value), "aria-label": name };
+      const box = ps.input({ id: prefix + name, ...shown }, (text) => {
+        const typed = Number(text);
+        const valid = text !== "" && Number.isFinite(typed) && typed >= 0;
         box.setCustomValidity(valid ? "" : "a number of 0 or more");
         if (!valid) return;
         thresholds[name] = typed;

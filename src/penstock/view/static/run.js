@@ -33,14 +33,7 @@
   }
 
   function limits(found) {
-    let [low, high] = [Infinity, -Infinity];
-    for (const chart of found)
-      for (const { xs } of chart.lines)
-        for (const x of xs) {
-          if (x < low) low = x;
-          if (x > high) high = x;
-        }
-    return low > high ? [0, 1] : [low, high];
+    return ps.extent(found.flatMap((chart) => chart.lines.flatMap(({ xs }) => ps.extent(xs, []))), [0, 1]);
   }
 
   // ---------------------------------------------------------------- one chart
@@ -218,51 +211,35 @@
   // ---------------------------------------------------------------- the page
 
   function controls(others) {
-    const smooth = ps.el("input", {
-      type: "range",
-      id: "smooth",
-      min: "0",
-      max: "0.98",
-      step: "0.02",
-      value: String(state.smooth()),
-    });
-    smooth.addEventListener("input", () => {
-      ps.query.set({ smooth: Number(smooth.value) || null });
+    const set = (changes) => {
+      ps.query.set(changes);
       redraw();
-    });
-    const log = ps.el("input", { type: "checkbox", id: "log", checked: state.isLog() });
-    log.addEventListener("change", () => {
-      ps.query.set({ log: log.checked ? "1" : null });
-      redraw();
-    });
+    };
+    const slider = { type: "range", id: "smooth", min: "0", max: "0.98", step: "0.02", value: String(state.smooth()) };
+    const smooth = ps.input(slider, (value) => set({ smooth: Number(value) || null }));
     const over = others.map((other) => {
-      const box = ps.el("input", {
-        type: "checkbox",
-        checked: state.over().includes(other.key),
-        data: { run: other.key },
-      });
-      box.addEventListener("change", () => {
+      const choose = (isOn) => {
         const now = state.over().filter((key) => key !== other.key);
-        if (box.checked) now.push(other.key);
+        if (isOn) now.push(other.key);
         ps.query.set({ with: now.map(encodeURIComponent).join(",") || null });
         ps.runPage.again();
-      });
-      return ps.el("label", { class: "check" }, box, ps.visible(other.name));
+      };
+      return ps.check(ps.visible(other.name), state.over().includes(other.key), choose, { data: { run: other.key } });
     });
     return ps.el(
       "div",
       { class: "controls tools" },
       ps.el("label", {}, "smoothing", smooth),
-      ps.el("label", { class: "check" }, log, "logarithmic"),
-      ps.el("button", { type: "button", id: "whole", on: { click: () => zoom(null) } }, "all steps"),
-      ps.el("button", { type: "button", id: "csv", on: { click: csv } }, "CSV"),
-      ps.el("button", { type: "button", id: "png", on: { click: png } }, "PNG"),
+      ps.check("logarithmic", state.isLog(), (isOn) => set({ log: isOn ? "1" : null }), { id: "log" }),
+      ps.button("all steps", () => zoom(null), { id: "whole" }),
+      ps.button("CSV", csv, { id: "csv" }),
+      ps.button("PNG", png, { id: "png" }),
       ps.el("span", { class: "dim", id: "at-step" }, "latest values"),
       over.length ? together(over) : null,
     );
   }
 
-  // The other runs to draw over this one: a few as they are, many behind one word.
+  // Boxes for the other runs to draw with this one. Many are collapsed.
   function together(over) {
     const chosen = state.over().length;
     if (over.length < 6)
@@ -274,8 +251,8 @@
   function redraw() {
     for (const chart of charts) draw(chart);
     const zoomed = state.range() !== full;
-    const back = document.getElementById("whole");
-    if (back) back.hidden = !zoomed;
+    const all = document.getElementById("whole");
+    if (all) all.hidden = !zoomed;
   }
 
   function fill() {
@@ -308,6 +285,9 @@
       : "No number yet: the curves begin when the first step is trained.";
     redraw();
   }
+
+  const isDrawn = () => page && !page.hidden && page.querySelector(".curves");
+  const find = ({ export: name, run }) => shown.find((one) => one.at.export === name && one.at.run === run);
 
   function opened(event) {
     ps.query.set({ constant: event.target.open ? "1" : null });
@@ -353,27 +333,27 @@
       );
       fill();
     },
-    // New rows of a run that may be among those shown.
-    add({ export: name, run, metrics }) {
-      for (const one of shown)
-        if (one.at.export === name && one.at.run === run) one.found.metrics = ps.mergeRows(one.found.metrics, metrics);
-      if (page && !page.hidden && page.querySelector(".curves")) fill();
+    // A run, maybe one that is shown, has new rows.
+    add(news) {
+      const one = find(news);
+      if (one) one.found.metrics = ps.mergeRows(one.found.metrics, news.metrics);
+      if (isDrawn()) fill();
     },
-    // Steps of a run were exported since.
-    async stepped({ export: name, run }) {
-      const one = shown.find((other) => other.at.export === name && other.at.run === run);
+    // The run has new exported steps.
+    async stepped(at) {
+      const one = find(at);
       if (!one) return;
       const known = one.found.steps;
       const first = known.length ? known[known.length - 1].step + 1 : 0;
       known.push(...(await ps.source.points(one.at, first)).steps.filter((point) => point.step >= first));
-      if (page && !page.hidden && page.querySelector(".curves")) fill();
+      if (isDrawn()) fill();
     },
-    // Something happened to the run since.
-    async happened({ export: name, run }) {
-      const one = shown.find((other) => other.at.export === name && other.at.run === run);
+    // The run has new events.
+    async happened(at) {
+      const one = find(at);
       if (!one) return;
       one.found.events = await ps.source.events(one.at);
-      if (page && !page.hidden && page.querySelector(".curves")) fill();
+      if (isDrawn()) fill();
     },
     redraw: () => page && page.querySelector(".curves") && redraw(),
     again: () => {},

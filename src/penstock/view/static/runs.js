@@ -1,4 +1,4 @@
-// The table of runs of a folder: which run, which ended, how far they are, and what reward they have now.
+// The table of runs in a folder: their states, last steps and rewards.
 "use strict";
 {
   const ORDERS = {
@@ -11,7 +11,7 @@
   let found = null;
   let go = () => {};
 
-  const cell = (content, name) => ps.el("td", { class: name ? "name" : "" }, content);
+  const { cell } = ps;
 
   function rowOf(run, changed) {
     const box = ps.el("input", { type: "checkbox", checked: chosen.has(run.key), "aria-label": "draw " + run.name });
@@ -20,8 +20,7 @@
       else chosen.delete(run.key);
       changed();
     });
-    const open = ps.el("button", { type: "button", class: "link", data: { open: run.key } }, ps.visible(run.name));
-    open.addEventListener("click", () => go(run));
+    const open = ps.link(ps.visible(run.name), () => go(run), { data: { open: run.key } });
     const state = run.state ? (run.state.state === "running" ? "live" : run.state.state) : "";
     const took = run.state ? run.state.earlier_s + ((run.state.ended ?? Date.now() / 1000) - run.state.began) : null;
     return ps.el(
@@ -51,38 +50,25 @@
     }));
     go = (run) => open(run, []);
     const list = ps.el("div", {});
-    const find = ps.el("input", { id: "find-run", placeholder: "part of a name", value: ps.query.get("find") || "" });
+    const wantedName = { id: "find-run", placeholder: "part of a name", value: ps.query.get("find") || "" };
+    const find = ps.input(wantedName, (text) => {
+      ps.query.set({ find: text || null });
+      fill();
+    });
     for (const key of chosen) if (!found.some((run) => run.key === key)) chosen.delete(key);
     const few = () => chosen.size < 2;
-    const draw = ps.el("button", { type: "button", id: "draw-together", disabled: few() }, "draw chosen together");
-    draw.addEventListener("click", () => {
+    const together = () => {
       const all = found.filter((run) => chosen.has(run.key));
       open(all[0], all.slice(1).map((run) => run.key));
-    });
+    };
+    const draw = ps.button("draw chosen together", together, { id: "draw-together", disabled: few() });
     const fill = () => {
       const wanted = find.value.toLowerCase();
       const [, order] = ORDERS[ps.query.get("order")] || ORDERS.last;
       const rows = found.filter((run) => run.name.toLowerCase().includes(wanted)).sort(order);
       const changed = () => (draw.disabled = few());
-      const head = NAMES.map((name, i) => ps.el("th", { scope: "col", class: LEFT.has(i) ? "name" : "" }, name));
-      ps.fill(
-        list,
-        ps.el(
-          "div",
-          { class: "table" },
-          ps.el(
-            "table",
-            { class: "grid", id: "runs" },
-            ps.el("thead", {}, ps.el("tr", {}, ...head)),
-            ps.el("tbody", {}, ...rows.map((run) => rowOf(run, changed))),
-          ),
-        ),
-      );
+      ps.fill(list, ps.table("runs", NAMES, (i) => LEFT.has(i), rows.map((run) => rowOf(run, changed))));
     };
-    find.addEventListener("input", () => {
-      ps.query.set({ find: find.value || null });
-      fill();
-    });
     const orders = Object.entries(ORDERS).map(([key, [text]]) => [key, text]);
     const order = ps.select("run-order", "Order", orders, ps.query.get("order") || "last", (value) => {
       ps.query.set({ order: value });

@@ -1,4 +1,4 @@
-// Numbers to colours: which columns can be coloured by, what their zero is, and how strong a value shows.
+// Map numbers to colours: which columns, their neutral value, and how strong a value is shown.
 "use strict";
 {
   // centre: the value without colour. fixed: how far from it a value has full colour, in every sample, step and run.
@@ -31,7 +31,7 @@
     weight_versions: "weight version",
   });
 
-  // What a sample can be coloured by: columns as above, and those of the run's own that have one number per token.
+  // The columns a sample can be coloured by: those above, and the run's own with one number per token.
   ps.columnsOf = function (sample) {
     const own = Object.entries(sample.fields.columns || {})
       .filter(([name, [, trailing, ragged]]) => !trailing && !ragged && sample.columns[name])

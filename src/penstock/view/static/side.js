@@ -1,4 +1,4 @@
-// The right column: all columns of one token, distributions of the sample, and masking rules that can be tried out.
+// The right column: all columns of one token, distributions of the sample, and masking rules to try.
 "use strict";
 {
   let sample = null;
@@ -160,7 +160,7 @@
       "Masks a trained token " + ps.rules[rule].about + ". The Step page counts over all samples.";
     parts.inputs.replaceChildren(
       ...ps.thresholdBoxes(thresholds, recount, "threshold-"),
-      ps.el("button", { type: "button", id: "reset", on: { click: reset } }, "reset"),
+      ps.button("reset", reset, { id: "reset" }),
     );
     recount();
   }
@@ -208,7 +208,7 @@
     });
   }
 
-  // What only a trainer can say; where it said nothing, how it can.
+  // Sections with the trainer's values. If it exported none, explain how it can.
   function computed(...sections) {
     const isKnown = ["trainer_logprobs", "importance_ratio", "is_masked"].some((key) => sample.columns[key]);
     if (!isKnown) for (const one of sections) one.hidden = true;
@@ -234,7 +234,7 @@
     );
 
   ps.side = {
-    // Fill the column for a sample; `go` opens a token, `changed` hears of the masks of the rule being tried.
+    // Fill the column for a sample; `go` opens a token, `changed` is called with the masks of the rule being tried.
     show(element, opened, compared, go, changed) {
       sample = opened;
       other = compared;
@@ -275,7 +275,7 @@
     token(i) {
       if (sample && parts) showToken(i);
     },
-    // The cursor moved for good: draw it into the scatter too, and say what is under it.
+    // The cursor has settled: draw it in the scatter plot too, and announce the token to screen readers.
     settle(i) {
       if (!sample || !parts) return;
       drawScatter();

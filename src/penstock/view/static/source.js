@@ -5,7 +5,7 @@
   const embedded = holder ? JSON.parse(holder.textContent) : null;
   const kept = new Map();
   if (embedded) {
-    // The questions as this browser writes them: others escape other characters.
+    // Encode the keys as this browser encodes queries: browsers escape different characters.
     const asked = Object.entries(embedded.answers).map(([key, answer]) => {
       const [name, query] = [key.slice(0, key.indexOf("?")), key.slice(key.indexOf("?") + 1)];
       return [name + "?" + new URLSearchParams(query), answer];
@@ -74,7 +74,7 @@
       if (key.startsWith("sample?")) yield [Number(new URLSearchParams(key.slice(7)).get("sample")), opened(answer)];
   }
 
-  // What the server counts over a step, counted over the samples in the page.
+  // Count over the samples in the page what the server counts over a step.
   function countRule(rule, thresholds) {
     const sum = { trained: 0, masked: 0, high: 0, low: 0, samples: 0, in_training: 0, both: 0, now_only: 0 };
     sum.training_only = 0;
@@ -130,7 +130,7 @@
       embedded ? countRule(rule, thresholds) : ask("whatif", { ...ofStep(at), rule, ...thresholds }),
     search: (at, query) => (embedded ? searchEmbedded(query) : ask("search", { ...ofStep(at), query })),
     image: (digest) => (embedded ? embedded.images[digest] || null : "image/" + encodeURIComponent(digest)),
-    // Forget what was asked of a run: it has gone on.
+    // Drop the cached answer about a run that has new steps.
     forgetRun: (at) => kept.delete("run?" + new URLSearchParams(ofRun(at))),
   };
 }

@@ -27,7 +27,7 @@
   };
   ps.card = card;
 
-  // What the ranks compute, and what of it is samples: padding and waiting for the longest rank are the rest.
+  // What the ranks compute. What is not samples is padding, or waiting for the longest rank.
   function waste(grid) {
     const slots = Math.max(...grid.map((rank) => rank.micro_batches.length), 0);
     let room = 0;

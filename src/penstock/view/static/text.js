@@ -1,5 +1,5 @@
-// Text from a model is hostile until shown otherwise: it only ever becomes text nodes, and what a reader could not
-// see (controls, direction marks, zero-width characters) is written out as an escape.
+// Text from a model is untrusted: it only becomes text nodes, and invisible characters (controls, direction marks,
+// zero-width characters) are escaped.
 "use strict";
 const ps = {};
 
@@ -36,7 +36,7 @@ const ps = {};
     return element;
   };
 
-  // Replace what an element holds; what is null is left out.
+  // Replace the children of an element. Null ones are left out.
   ps.fill = function (element, ...children) {
     element.replaceChildren(...children.filter((child) => child !== null && child !== undefined));
   };
@@ -52,7 +52,47 @@ const ps = {};
     return box;
   };
 
-  // A number as short as it can be read: four digits, or an exponent where those would be zeros.
+  ps.button = (text, click, properties) => ps.el("button", { type: "button", ...properties, on: { click } }, text);
+
+  // A button that looks like a link.
+  ps.link = (text, click, properties) => ps.button(text, click, { class: "link", ...properties });
+
+  // A checkbox with its label; `act` is called with whether it is checked.
+  ps.check = function (label, checked, act, properties) {
+    const box = ps.el("input", { type: "checkbox", checked, ...properties, on: { change: () => act(box.checked) } });
+    return ps.el("label", { class: "check" }, box, label);
+  };
+
+  // A box to type into; `act` is called with its value as it changes.
+  ps.input = function (properties, act) {
+    const box = ps.el("input", { ...properties, on: { input: () => act(box.value, box) } });
+    return box;
+  };
+
+  ps.cell = (content, isText) => ps.el("td", { class: isText ? "name" : "" }, content);
+
+  // A table. Columns for which `isText` holds are aligned left, the others are numbers.
+  ps.table = function (id, names, isText, rows) {
+    const head = names.map((name, i) => ps.el("th", { scope: "col", class: isText(i) ? "name" : "" }, name));
+    const table = ps.el("table", { class: "grid" }, ps.el("thead", {}, ps.el("tr", {}, ...head)), ps.el("tbody", {}, ...rows));
+    if (id) table.id = id;
+    return ps.el("div", { class: "table" }, table);
+  };
+
+  ps.mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+
+  // The last place in a rising list whose value is at most x; 0 if all are larger.
+  ps.lastUpTo = function (rising, x) {
+    let [low, high] = [0, rising.length - 1];
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (rising[middle] <= x) low = middle;
+      else high = middle - 1;
+    }
+    return low;
+  };
+
+  // Format a number with four digits, or with an exponent if those would be zeros.
   ps.number = function (value) {
     if (value === null || value === undefined || Number.isNaN(value)) return "–";
     if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
@@ -63,14 +103,14 @@ const ps = {};
     return text.replace("-", "−");
   };
 
-  // A column's value on one token: a number, or, where it has several, as many of them as fit.
+  // Format a column's value on one token: a number, or as many of a list as fit.
   ps.value = function (value) {
     if (!Array.isArray(value)) return ps.number(value);
     const text = JSON.stringify(value);
     return text.length > LONGEST ? text.slice(0, LONGEST) + "…" : text;
   };
 
-  // The lowest and the highest of the numbers in a list, of any length; what is null does not count.
+  // The lowest and highest number of a list. Nulls do not count.
   ps.extent = function (values, other) {
     let [low, high] = [Infinity, -Infinity];
     for (const value of values)
@@ -92,7 +132,7 @@ const ps = {};
     return Math.round(amount) + " " + unit + " ago";
   };
 
-  // A duration in seconds, as short as it can be read.
+  // Format a duration in seconds.
   ps.duration = (seconds) =>
     seconds < 120
       ? Math.round(seconds) + " s"
@@ -100,7 +140,7 @@ const ps = {};
         ? Math.round(seconds / 60) + " min"
         : Math.round(seconds / 360) / 10 + " h";
 
-  // A Unix time: the clock today, with the date before today.
+  // Format a Unix time: the time of day, with the date if that is not today.
   ps.clock = function (at) {
     const time = new Date(at * 1000);
     const isToday = time.toDateString() === new Date().toDateString();

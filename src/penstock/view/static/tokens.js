@@ -1,4 +1,4 @@
-// The middle column: a sample token by token. Lines are laid out once from measured widths, and only those in sight are
+// The middle column: a sample token by token. Lines are laid out once from measured widths, and only visible ones are
 // in the page, so a hundred thousand tokens scroll like a hundred.
 "use strict";
 {
@@ -36,7 +36,7 @@
       return text === undefined ? String(id) : text;
     }
 
-    // Where a new block begins and what it is called: chat roles where the texts show them, else runs of the loss mask.
+    // Where each block begins, and its label: chat roles if the texts show them, otherwise changes of the loss mask.
     function blocksOf() {
       const found = [];
       for (let i = 0; i < sample.count; i++)
@@ -91,31 +91,9 @@
       Object.assign(view, { starts, tops, labels, height: top + 40 });
     }
 
-    function lineAt(position) {
-      let low = 0;
-      let high = view.tops.length - 1;
-      while (low < high) {
-        const middle = (low + high + 1) >> 1;
-        if (view.tops[middle] <= position) low = middle;
-        else high = middle - 1;
-      }
-      return low;
-    }
-
-    function lineOf(token) {
-      let low = 0;
-      let high = view.starts.length - 1;
-      while (low < high) {
-        const middle = (low + high + 1) >> 1;
-        if (view.starts[middle] <= token) low = middle;
-        else high = middle - 1;
-      }
-      return low;
-    }
-
-    function endOf(line) {
-      return line + 1 < view.starts.length ? view.starts[line + 1] : sample.count;
-    }
+    const lineAt = (position) => ps.lastUpTo(view.tops, position);
+    const lineOf = (token) => ps.lastUpTo(view.starts, token);
+    const endOf = (line) => view.starts[line + 1] ?? sample.count;
 
     function tokenElement(i) {
       const trained = sample.columns.loss_mask[i];
@@ -200,17 +178,13 @@
     }
 
     function place(token) {
-      if (cursor >= 0) {
-        const old = view.spacer.querySelector(".cursor");
-        if (old) old.classList.remove("cursor");
-      }
+      view.spacer.querySelector(".cursor")?.classList.remove("cursor");
       cursor = token;
-      const element = view.spacer.querySelector('[data-i="' + token + '"]');
-      if (element) element.classList.add("cursor");
+      view.spacer.querySelector('[data-i="' + token + '"]')?.classList.add("cursor");
     }
 
     const self = {
-      // Show a sample in the column; `tell` hears of the token under the cursor.
+      // Show a sample in the column; `tell` is called with the token under the cursor.
       show(element, opened, tell) {
         sample = opened;
         cursor = -1;
@@ -225,14 +199,9 @@
         );
         scroller.setAttribute("aria-label", label);
         scroller.addEventListener("scroll", () => requestAnimationFrame(draw));
-        scroller.addEventListener("mouseover", (event) => {
-          if (event.target.dataset && event.target.dataset.i !== undefined)
-            onCursor(Number(event.target.dataset.i), false);
-        });
-        scroller.addEventListener("click", (event) => {
-          if (event.target.dataset && event.target.dataset.i !== undefined)
-            self.go(Number(event.target.dataset.i), false);
-        });
+        const onToken = (act) => (event) => event.target.dataset?.i !== undefined && act(Number(event.target.dataset.i));
+        scroller.addEventListener("mouseover", onToken((token) => onCursor(token, false)));
+        scroller.addEventListener("click", onToken((token) => self.go(token, false)));
         view = { scroller, spacer, blocks: blocksOf() };
         lines = new Map();
         element.replaceChildren(scroller);
@@ -244,7 +213,7 @@
         Object.assign(look, changes);
         if (view) redraw();
       },
-      // Put the cursor on a token, scrolling to it where it is out of sight.
+      // Put the cursor on a token, and scroll to it if it is out of sight.
       go(token, scroll = true) {
         if (!view || !(token >= 0 && token < sample.count)) return;
         const line = lineOf(token);

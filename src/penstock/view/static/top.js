@@ -1,4 +1,4 @@
-// The top bar: which run and step, the pages, and whether the run goes on.
+// The top bar: run, step, pages, and whether the run is running.
 "use strict";
 {
   const NAMES = { runs: "Runs", run: "Run", step: "Step", groups: "Groups", samples: "Samples", prompts: "Prompts", dropped: "Dropped" };
@@ -13,36 +13,36 @@
     return "No step has been exported yet; the first appears here when it comes.";
   }
 
-  function sentence(run, said) {
-    const ran = said.earlier_s + (said.ended ?? 0) - said.began;
-    const end = said.ended ? `${ps.clock(said.ended)} (${ps.ago(said.ended)}), after ${ps.duration(ran)}` : "";
-    const starts = said.earlier_s ? " over all its starts" : "";
+  function sentence(run, state) {
+    const ran = state.earlier_s + (state.ended ?? 0) - state.began;
+    const end = state.ended ? `${ps.clock(state.ended)} (${ps.ago(state.ended)}), after ${ps.duration(ran)}` : "";
+    const starts = state.earlier_s ? " over all its starts" : "";
     const last = run.last ? ` Last step ${ps.ago(run.last)}.` : "";
     return {
-      running: (said.of === "plane" ? "Its plane runs" : "Running") + ` since ${ps.clock(said.began)}.` + last,
+      running: (state.of === "plane" ? "Its plane runs" : "Running") + ` since ${ps.clock(state.began)}.` + last,
       finished: `Finished at ${end}${starts}.`,
-      stopped: (said.of === "plane" ? "Its plane was closed" : "Stopped") + ` at ${end}${starts}; it can be continued.`,
+      stopped: (state.of === "plane" ? "Its plane was closed" : "Stopped") + ` at ${end}${starts}; it can be continued.`,
       failed: `Ended with an error at ${end}${starts}; see its logs.`,
       gone:
-        (said.of === "plane" ? "Its plane is gone: it ended without closing its log." : "Its process is gone, and did not say why.") +
-        (said.ended ? ` Last sign of it ${ps.ago(said.ended)}.` : ""),
-    }[said.state];
+        (state.of === "plane" ? "Its plane is gone: it ended without closing its log." : "Its process is gone, and left no reason.") +
+        (state.ended ? ` Last sign of it ${ps.ago(state.ended)}.` : ""),
+    }[state.state];
   }
 
-  // The run's state as a label, as a sentence, and how old it is.
+  // The run's state as a label and as a sentence, and its age.
   function stateOf(run) {
     if (ps.source.isEmbedded) return ["", "A part of a run, in one file.", ""];
-    const said = run.state;
+    const { state } = run;
     const lost = ps.live.isOpen() ? "" : " The server of this page does not answer; it tries again by itself.";
     const age = run.last ? ps.ago(run.last) : "";
-    if (!said) {
+    if (!state) {
       const last = run.last ? ` Last step ${age}.` : "";
       return [lost ? "offline" : "", stepsOf(run) + last + lost, age];
     }
-    const word = said.state === "running" ? (lost ? "offline" : "live") : said.state;
+    const word = state.state === "running" ? (lost ? "offline" : "live") : state.state;
     const steps = run.source === "plane" || !run.steps.length ? " " + stepsOf(run) : "";
-    const again = lost && said.state !== "running" ? " `penstock view` with its folder shows it again." : lost;
-    return [word, sentence(run, said) + steps + again, said.ended ? ps.ago(said.ended) : age];
+    const again = lost && state.state !== "running" ? " `penstock view` with its folder shows it again." : lost;
+    return [word, sentence(run, state) + steps + again, state.ended ? ps.ago(state.ended) : age];
   }
 
   // Boxes to choose from: exports where there are several, runs of the chosen one where there are several.
@@ -58,10 +58,9 @@
     return found.length ? found : [ps.el("span", { class: "dim where" }, ps.visible(chosen.folder))];
   }
 
-  const button = (id, label, text, click) =>
-    ps.el("button", { type: "button", id, "aria-label": label, title: label, on: { click } }, text);
+  const button = (id, label, text, click) => ps.button(text, click, { id, "aria-label": label, title: label });
 
-  // The button that goes with the newest step as it comes. It is there while the run goes on.
+  // The button that follows the newest step. Shown while the run is running.
   function follow({ at, run, followNewest }) {
     const newest = run.steps[run.steps.length - 1];
     if (!run.state || run.state.state !== "running" || newest === undefined || at.page === "run") return null;
@@ -108,8 +107,8 @@
         ps.el("span", { class: "grow" }),
         state && !isTable ? ps.el("span", { class: "word " + state, id: "live", title: words }, state) : null,
         isTable ? null : ps.el("span", { class: "dim small", id: "age", title: words }, age),
-        overview.parting && overview.parting.step !== undefined
-          ? button("parting", "Where the runs first differ", "where they differ", page.openParting)
+        overview.difference && overview.difference.step !== undefined
+          ? button("difference", "Where the runs first differ", "where they differ", page.openDifference)
           : null,
         button("show-list", "List of samples  (l)", "☰ samples", page.toggleList),
         button("theme", "Light or dark  (t)", "◐", page.theme),
