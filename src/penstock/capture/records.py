@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +21,15 @@ class Absent:
 
 
 ABSENT: Final = Absent()
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Put the position of a record before the message of an InvalidInput that its reader raises in the block."""
+    try:
+        yield
+    except InvalidInput as error:
+        raise InvalidInput(f"{where}: {error}") from None
 
 
 def field_of(record: Any, name: str, default: Any = None) -> Any:

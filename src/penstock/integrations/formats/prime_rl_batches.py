@@ -25,6 +25,7 @@ import numpy as np
 
 from penstock.arrays import WEIGHTS, Array, ImageSpan, Ragged, Sample, offsets_of
 from penstock.atomic import replacing
+from penstock.capture import located
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.integrations.formats.file_or_stream import Place
 from penstock.integrations.formats.lost import Lost
@@ -281,10 +282,8 @@ def samples_of(batch: PrimeBatch, *, where: str, name: str) -> Iterator[Sample]:
         trace = batch.trace_ids[i] if batch.trace_ids and i < len(batch.trace_ids) else ""
         if not trace and not batch.env_names[a] and not any(batch.loss_mask[a:b]):
             continue  # padding, or a dummy
-        try:
+        with located(f"{where} sequence {i}"):
             yield _sample(arrays, slice(a, end), env=batch.env_names[a], id=trace or f"{name}/{i}")
-        except InvalidInput as error:
-            raise InvalidInput(f"{where} sequence {i}: {error}") from None
 
 
 def _arrays(batch: PrimeBatch, where: str) -> dict[str, Any]:

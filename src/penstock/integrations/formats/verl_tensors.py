@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from penstock.arrays import Array, Sample
+from penstock.capture import located
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.extras import require
 from penstock.integrations.formats.file_or_stream import Place
@@ -215,15 +216,13 @@ def _row(fields: Mapping[str, Any], i: int, where: str) -> Sample:
         columns["routed_experts"] = _cells(fields["routed_experts"], i)[first : width + count]
     facts: dict[str, Any] = {ours: str(fields[name][i]) for name, ours in _TEXT.items() if name in fields}
     version = int(_cells(fields[_VERSION], i)) if _VERSION in fields else -1
-    try:
+    with located(at):
         return Sample(
             **{"id": f"{facts.get('group', '')}/{i}", **facts},
             policy_version=None if version < 0 else version,
             token_ids=np.concatenate([prompt[first:], response[along]]),
             **columns,
         )
-    except InvalidInput as error:
-        raise InvalidInput(f"{at}: {error}") from None
 
 
 def _attention(fields: Mapping[str, Any], i: int, count: int, where: str) -> Array:
