@@ -21,8 +21,9 @@ from pathlib import Path
 
 from penstock.commands.parsing import MissingWords
 from penstock.commands.tables import aligned, size
+from penstock.convert import ADVANTAGES
 from penstock.errors import InvalidInput
-from penstock.integrations.formats.file_formats import ADVANTAGES, FORMATS, Conversion, Options, convert_files
+from penstock.integrations.formats.file_formats import FORMATS, Conversion, Options, convert_files
 from penstock.integrations.formats.file_or_stream import STANDARD
 from penstock.server import printable
 

@@ -13,7 +13,7 @@ from itertools import chain, islice
 from typing import Any, BinaryIO
 
 from penstock.arrays import ALL_OR_NONE, WEIGHTS, Own, Sample
-from penstock.convert import Advantage, Rollouts, grpo, leave_one_out, raw_rewards
+from penstock.convert import Rollouts, advantage_named
 from penstock.errors import InvalidInput
 from penstock.frames import MAGIC, by_group, read_frames, write_frames
 from penstock.integrations.formats.agent_lightning import read_agent_lightning
@@ -39,7 +39,7 @@ class Options:
     """Options of single formats."""
 
     advantages: str | None = None
-    """How to compute advantages from a group's rewards: one of ADVANTAGES. None leaves them unchanged."""
+    """The rule that computes advantages from a group's rewards, by name; None leaves advantages unchanged."""
     reward_key: str | None = None
     """For slime: which reward, if samples have several."""
     ranks: int = 1
@@ -53,8 +53,6 @@ class Options:
 
 
 _LOOK = 1 << 20
-ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "leave-one-out": leave_one_out, "rewards": raw_rewards}
-"""Rules by name."""
 Read = Callable[[Place, Lost, Options], Iterator[Sample]]
 Write = Callable[[Iterable[Sample], Place, Lost, Options, Own], None]
 
@@ -174,14 +172,13 @@ def read_samples(word: str, lost: Lost) -> Iterator[Sample]:
 
 def with_advantages(samples: Iterable[Sample], rule: str) -> Iterator[Sample]:
     """Yield the samples with advantages computed from rewards, per run of consecutive samples of one group."""
-    if rule not in ADVANTAGES:
-        raise InvalidInput(f"advantages {rule!r}: unknown; use one of {', '.join(ADVANTAGES)}")
+    advantage = advantage_named(rule)
     for group in by_group(samples):
         rewards = [one_number(sample, "rewards") for sample in group]
         if any(reward is None or math.isnan(reward) for reward in rewards):
             name = next(s.id for s, reward in zip(group, rewards, strict=True) if reward is None or math.isnan(reward))
             raise InvalidInput(f"sample {name!r}.rewards: no single reward; advantages need one for every sample")
-        values = ADVANTAGES[rule](Rollouts.of([reward for reward in rewards if reward is not None]))
+        values = advantage(Rollouts.of([reward for reward in rewards if reward is not None]))
         yield from (s.replace(advantages=float(value)) for s, value in zip(group, values, strict=True))
 
 
