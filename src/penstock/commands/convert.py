@@ -23,8 +23,8 @@ from penstock.commands.parsing import MissingWords
 from penstock.commands.tables import aligned, size
 from penstock.convert import ADVANTAGES
 from penstock.errors import InvalidInput
-from penstock.integrations.formats.file_formats import FORMATS, Conversion, Options, convert_files
-from penstock.integrations.formats.file_or_stream import STANDARD
+from penstock.integrations.formats.file_formats import FORMATS, Conversion, convert_files
+from penstock.integrations.formats.file_or_stream import STANDARD, Options
 from penstock.server import printable
 
 _EVERY_S = 0.2

@@ -1,4 +1,4 @@
-"""The input or output of a conversion: a file, a folder, or a standard stream, and its lines of JSON."""
+"""The input or output of a conversion: a file, a folder or a standard stream, its lines of JSON, and its options."""
 
 from __future__ import annotations
 
@@ -71,6 +71,24 @@ class Place:
             raise InvalidInput(f"{self.word}: folder {self.path.parent} does not exist; create it first")
         with replacing(self.path) as file:
             yield file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of single formats."""
+
+    advantages: str | None = None
+    """The rule that computes advantages from a group's rewards, by name; None leaves advantages unchanged."""
+    reward_key: str | None = None
+    """For slime: which reward, if samples have several."""
+    ranks: int = 1
+    """For prime-rl: data ranks of the trainer."""
+    seq_len: int | None = None
+    """For prime-rl: tokens per micro-batch; default: the longest sample of a step."""
+    samples_per_step: int | None = None
+    """For prime-rl: samples per step; default: all in one step."""
+    first_step: int = 1
+    """For prime-rl: number of the first step."""
 
 
 def json_lines(place: Place, *, nan: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
