@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.arrays import ImageSpan, Sample
 from penstock.capture import Trajectory, Turn
 from penstock.convert import to_samples
-from penstock.testing.reference_convert import branches
+from tests.support.reference_convert import branches
 
 
 @st.composite

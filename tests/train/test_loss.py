@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidInput
 from penstock.packing.denominators import Denominators
-from penstock.testing import reference_loss as plain
-from penstock.testing.reference_loss import Outcome, Token
+from tests.support import reference_loss as plain
+from tests.support.reference_loss import Outcome, Token
 
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)

@@ -11,10 +11,8 @@
     TRL on a CPU     `trl_on_cpu`, `NoTransfer`, `VllmStandIn`, `byte_model`
 
 References do what a fast path does, in plain Python that is short enough to check by eye. Import them as modules:
-
-    reference            codings and samples                reference_pack       packing and forests
-    reference_convert    trajectories to samples            reference_table      the replay table
-    reference_images     patches and image positions        reference_loss       losses, token by token
+`reference` (codings and samples, for a reader or writer in another language) and `reference_images` (patches, image
+positions, and images to try them on).
 
 Names are loaded when they are used: nothing here needs pytest, Hypothesis or torch until you import what needs it.
 """

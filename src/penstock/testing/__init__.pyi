@@ -3,7 +3,6 @@ from penstock.testing.packing import branching as branching
 from penstock.testing.packing import packable as packable
 from penstock.testing.packing import packings as packings
 from penstock.testing.packing import tree_packings as tree_packings
-from penstock.testing.reference_table import ReferenceTable as ReferenceTable
 from penstock.testing.selectors import check_selector as check_selector
 from penstock.testing.storage_suite import StorageSuite as StorageSuite
 from penstock.testing.stores import STORE_CHECKS as STORE_CHECKS
