@@ -109,9 +109,7 @@ class Layout:
         return 3 * self.temporal_patch * self.patch**2
 
     def prepare(self, rgb: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the resized [height, width, 3] image: the costly half, and eight times smaller than patches, so this
-        is cached.
-        """
+        """Return the resized [height, width, 3] image. Cached: it is costly, and eight times smaller than patches."""
         from PIL import Image
 
         width, height = self.fit(rgb.shape[1], rgb.shape[0])

@@ -57,12 +57,12 @@ def list_of(record: Any, name: str, where: str) -> Sequence[Any]:
 
 def optional_list(record: Any, name: str, where: str) -> Sequence[Any]:
     """Return a list (or tuple) that may be absent."""
-    return () if field_of(record, name, None) is None else list_of(record, name, where)
+    return () if field_of(record, name) is None else list_of(record, name, where)
 
 
 def optional_mapping(record: Any, name: str, where: str) -> Mapping[Any, Any]:
     """Return a mapping that may be absent."""
-    value = field_of(record, name, None)
+    value = field_of(record, name)
     if value is None:
         return {}
     if not isinstance(value, Mapping):

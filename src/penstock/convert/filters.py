@@ -1,4 +1,4 @@
-"""Filters drop rollouts that are not worth training on; each drop is counted under a reason.
+"""Filters drop rollouts that are not worth training on. Each drop is counted under a reason.
 
 A filter marks rollouts to drop. It sees the numbers of all rollouts, and the tokens of each through
 `rollouts.tokens(i)`. It decides what is trained, not what a rollout was worth: advantages are computed over all

@@ -196,8 +196,7 @@ def _advantages(advantage: Advantage, rollouts: Rollouts, rows: Sequence[Traject
 
 
 def attach(samples: Iterable[Sample], name: str, values: Mapping[str, Values]) -> list[Sample]:
-    """Return the samples with one more column (teacher logprobs, advantages, weights, ...), matched by id, not
-    position.
+    """Return the samples with one more column (teacher logprobs, advantages, weights, ...), matched by id.
 
     Every sample must have a value and every value a sample. Lengths are checked as for any column.
 

@@ -94,7 +94,7 @@ def _add(requests: dict[Any, dict[str, Any]], data: Mapping[str, Any], where: st
 
 
 def _answer(data: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """Return a response in the form of inference servers; None if it cannot be trained."""
+    """Return a response in the form of inference servers, or None if it cannot be trained."""
     status = data.get("http_status")
     if data.get("status") == "error" or (isinstance(status, int) and status >= _BAD_STATUS):
         return None

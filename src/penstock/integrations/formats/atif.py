@@ -66,7 +66,7 @@ def from_atif(record: Any, *, lost: Lost | None = None, **fields: Any) -> list[T
 
 
 def _call(step: Any, lost: Lost) -> dict[str, Any] | None:
-    """Return a model call as `from_steps` reads it; None for a step that is none, or has no ids."""
+    """Return a step as the model call that `from_steps` reads. None if it is not a model call, or has no ids."""
     if field_of(step, "source") != "agent" or field_of(step, "llm_call_count") == 0:
         return None
     metrics = field_of(step, "metrics")

@@ -238,7 +238,7 @@ def steps_folder(folder: Path) -> Path:
 
 
 def files_in(path: Path) -> list[Path]:
-    """List the files of a folder of steps or of one step, by step and rank; or the file itself."""
+    """List the files of a folder of steps or of one step, by step and rank. A file is its own list."""
     if not path.is_dir():
         return [path]
     path = steps_folder(path)

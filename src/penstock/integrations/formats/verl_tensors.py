@@ -166,7 +166,7 @@ def _filled(sample: Sample, name: str) -> Array:
 
 
 def _scores(sample: Sample) -> Array:
-    """Return a single reward on the last token; rewards per token as they are."""
+    """Return [T] scores: a single reward on the last token, rewards per token unchanged."""
     rewards: Array = sample["rewards"]
     if rewards.ndim:
         return rewards
@@ -249,7 +249,7 @@ def _once(values: Array | None, mask: Array) -> Array | None:
 
 
 def _reward(scores: Array) -> Array:
-    """Return the single reward of a row, on whichever token it is; scores per token if there are several."""
+    """Return the single reward of a row, whichever token it is on, or all scores if there are several."""
     found = np.flatnonzero(scores)
     return scores if len(found) > 1 else scores[found[0] if len(found) else -1].reshape(())
 
