@@ -30,7 +30,7 @@ from benchmarks.report import Row
 from penstock.arrays import ImageSpan, Sample
 from penstock.assets import QWEN3_VL, AssetStore, offload_messages, span
 from penstock.assets.decode import decode_rgb
-from penstock.assets.threads import worker_environment
+from penstock.demo.processes import worker_environment
 from penstock.frames import encode
 from penstock.testing.reference_images import as_data_uri, draw_screenshot
 from penstock.train.materialize import Materializer

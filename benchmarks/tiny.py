@@ -9,7 +9,7 @@ import torch
 
 from penstock.packing import MicroBatch
 from penstock.train.logits import token_logprobs
-from penstock.train.modes import ByMode
+from penstock.train.loss import ByMode
 from penstock.train.tensors import to_torch
 from penstock.train.terms import Terms
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from penstock.assets import AssetStore, FeatureStore, remove_run, worker_environment
+from penstock.assets import AssetStore, FeatureStore, remove_run
 from penstock.assets.claims import pending_name
-from penstock.assets.maintenance import list_assets, sweep_assets, verify_assets
-from penstock.assets.urls import path_of
+from penstock.assets.maintenance import list_assets, verify_assets
+from penstock.assets.sources import path_of
 from penstock.cli import main
 
 Picture = Callable[[int], bytes]
@@ -72,29 +72,13 @@ def test_the_folder_of_a_run_stands_for_its_store(
         assert "1 images, " in capsys.readouterr().out
 
 
-def test_a_sweep_reports_what_it_removed_and_kept(store: AssetStore, picture: Picture) -> None:
-    ref = store.put(picture(1))
-    FeatureStore(store).put(fingerprint="0" * 32, image=ref.hash, payload=b"x", placeholder_length=1)
-    now = next(store.blobs.list("mm_features")).modified
-    assert sweep_assets(store, now=now + 1799).features_removed == 0
-    report = sweep_assets(store, now=now + 1801)
-    assert (report.features_removed, report.images_kept, report.ttl_s) == (1, 1, 1800.0)
-
-
-def test_worker_processes_get_one_thread_and_the_parent_keeps_its_own() -> None:
-    before = dict(os.environ)
-    environment = worker_environment({**before, "MKL_NUM_THREADS": "32"})
-    assert {environment[n] for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} == {"1"}
-    assert environment["MALLOC_ARENA_MAX"] == "2"
-    assert environment["PATH"] == before["PATH"]
-    assert dict(os.environ) == before
-
-
-def test_commands_take_the_folder_of_the_run(
+def test_a_sweep_reports_what_it_removed_and_kept(
     tmp_path: Path, picture: Picture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept = AssetStore(tmp_path / "run" / "assets", run="demo").put(picture(1))
-    for folder in (tmp_path / "run", tmp_path / "run" / "assets"):
-        assert main(["assets", "list", str(folder)]) == 0
-        out = capsys.readouterr().out
-        assert kept.hash in out and "1 images" in out
+    store = AssetStore(tmp_path)
+    ref = store.put(picture(1))
+    FeatureStore(store).put(fingerprint="0" * 32, image=ref.hash, payload=b"x", placeholder_length=1)
+    for words, removed in (([], 0), (["--ttl=1e-9"], 1)):
+        assert main(["assets", "sweep", str(tmp_path), "--json", *words]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert (report["features_removed"], report["images_kept"]) == (removed, 1)

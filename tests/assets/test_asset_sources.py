@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from penstock.assets import AssetStore
-from penstock.assets.urls import file_url, path_of
+from penstock.assets.sources import file_url, path_of
 from penstock.errors import ImageRefused, InvalidReference
 from penstock.testing.reference_images import as_data_uri
 from tests.assets.conftest import Picture

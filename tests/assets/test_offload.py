@@ -17,7 +17,7 @@ from PIL import Image
 from pydantic import BaseModel
 
 from penstock.assets import QWEN3_VL, AssetStore, ObjectStore, image_lookup, inline_messages, offload_messages, span
-from penstock.assets.urls import path_of
+from penstock.assets.sources import path_of
 from penstock.errors import ImageRefused, InvalidReference
 from penstock.testing.reference_images import as_data_uri
 

@@ -28,7 +28,7 @@ from penstock.assets import (
 )
 from penstock.assets.decode import decode_rgb
 from penstock.assets.features import pack_patches, unpack_patches
-from penstock.assets.urls import path_of
+from penstock.assets.sources import path_of
 from penstock.errors import AssetError, ConfigError, CorruptAsset, IncompatibleAsset, InvalidReference, MissingAsset
 from penstock.testing.reference_images import reference_patches
 

@@ -14,8 +14,8 @@ import pytest
 import penstock as ps
 from penstock.cli import main
 from penstock.errors import InvalidInput
-from penstock.integrations.formats.file_formats import FORMATS, Options, convert_files, format_to_read, format_to_write
-from penstock.integrations.formats.file_or_stream import Place
+from penstock.integrations.formats.file_formats import FORMATS, convert_files, format_to_read, format_to_write
+from penstock.integrations.formats.file_or_stream import Options, Place
 from tests.support.exports import make_export
 
 COLUMNS: dict[str, Any] = {"loss_mask": [0, 1, 1], "logprobs": [0, -0.5, -0.25]}
@@ -94,11 +94,12 @@ def test_several_files_become_one(folder: Path) -> None:
 
 def test_a_folder_of_steps_is_written_for_prime_rl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["in.penstock", "outputs/rollouts", "--to", "prime-rl", "--ranks", "2", "--seq-len", "8"]
-    assert main(["convert", *words, "--advantages=rewards", "--samples-per-step", "2", "--first-step", "5"]) == 0
+    assert main(["convert", *words, "--advantages=raw_rewards", "--samples-per-step", "2", "--first-step", "5"]) == 0
     files = sorted(str(path) for path in Path("outputs/rollouts").rglob("*.bin"))
     assert files == [f"outputs/rollouts/step_{n}/rank_{r}.bin" for n in (5, 6) for r in (0, 1)]
     capsys.readouterr()
-    assert "step_5: already exists; pass --first-step" in said(capsys, *words, "--advantages=rewards", "--first-step=5")
+    again = said(capsys, *words, "--advantages=raw_rewards", "--first-step=5")
+    assert "step_5: already exists; pass --first-step" in again
     assert main(["convert", "outputs/rollouts", "back.penstock"]) == 0
     assert "3 samples" in capsys.readouterr().out
 
@@ -215,7 +216,7 @@ def test_lines_are_told_apart_by_their_fields(tmp_path: Path, start: dict[str, A
 
 
 def test_advantages_are_made_of_rewards_group_by_group(folder: Path) -> None:
-    with pytest.raises(InvalidInput, match="advantages 'ppo': unknown"):
+    with pytest.raises(InvalidInput, match="advantage 'ppo': unknown advantage"):
         convert_files(["in.penstock"], "out.jsonl", options=Options(advantages="ppo"))
     Path("x.jsonl").write_text('{"id": "a", "token_ids": [1]}\n')
     with pytest.raises(InvalidInput, match=r"sample 'a'.rewards: no single reward; advantages need"):

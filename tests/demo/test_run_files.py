@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from penstock.demo.processes import worker_environment
 from penstock.demo.run_files import Metrics, PlaneLines
 from penstock.demo.screen import live_page
 from penstock.demo.tasks import COLOR, REVERSE, write_tokenizer
@@ -73,3 +75,12 @@ def test_of_old_steps_a_running_launcher_keeps_the_reward_alone(tmp_path: Path) 
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert [sorted(row) for row in rows[:3]] == [["step", "train/reward"]] * 3 and rows[3]["perf/x"] == 4
     assert Metrics(path).read()[0]["perf/x"] == 1
+
+
+def test_worker_processes_get_one_thread_and_the_parent_keeps_its_own() -> None:
+    before = dict(os.environ)
+    environment = worker_environment({**before, "MKL_NUM_THREADS": "32"})
+    assert {environment[n] for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} == {"1"}
+    assert environment["MALLOC_ARENA_MAX"] == "2"
+    assert environment["PATH"] == before["PATH"]
+    assert dict(os.environ) == before

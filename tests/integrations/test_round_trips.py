@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 import penstock as ps
 from penstock.arrays import Ragged
 from penstock.arrays.columns import COLUMNS
-from penstock.integrations.formats.file_formats import FORMATS, Conversion, Options, convert_files
+from penstock.integrations.formats.file_formats import FORMATS, Conversion, convert_files
+from penstock.integrations.formats.file_or_stream import Options
 from penstock.integrations.formats.responses import one_number
 from penstock.testing.reference import record
 from penstock.testing.strategies import batches

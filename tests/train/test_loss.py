@@ -18,8 +18,17 @@ from penstock.testing.reference_loss import Outcome, Token
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
 
-from penstock.train.loss import Dppo, Grpo, Ipo, Loss, Opd, RefKl, Sft, measure_gap  # noqa: E402
-from penstock.train.modes import ByMode  # noqa: E402
+from penstock.train.loss import (  # noqa: E402
+    ByMode,
+    Dppo,
+    Grpo,
+    Ipo,
+    Loss,
+    Opd,
+    RefKl,
+    Sft,
+    measure_gap,
+)
 
 RULES: dict[str, tuple[Loss, Callable[[Token], Outcome]]] = {
     "dppo": (Dppo(), plain.dppo),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from penstock.arrays import ImageSpan
 from penstock.assets import QWEN2_5_VL, QWEN3_VL, AssetStore, FromCallable, Layout, Limits, span
 from penstock.assets.decode import decode_rgb
-from penstock.assets.urls import path_of
+from penstock.assets.sources import path_of
 from penstock.errors import AssetError, ConfigError, CorruptAsset, IncompatibleAsset, InvalidInput, MissingAsset
 from penstock.testing.reference_images import draw_screenshot, reference_patches
 from penstock.train.materialize import Fail, MaskSample, Materializer, check_image_tokens, mask_segments, sum_metrics

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from penstock import Sample, pack, to_torch  # noqa: E402
-from penstock.train.modes import ByMode  # noqa: E402
+from penstock.train.loss import ByMode  # noqa: E402
 from penstock.train.step_metrics import Sums, packed  # noqa: E402
 from tests.support.groups import named_group  # noqa: E402
 

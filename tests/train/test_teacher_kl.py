@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
 
 from penstock.packing.accounting import Denominators  # noqa: E402
-from penstock.train.modes import ByMode  # noqa: E402
+from penstock.train.loss import ByMode  # noqa: E402
 from penstock.train.teacher_kl import TeacherKl, forward_kl, kl_to_teacher, reverse_kl, topk_kl  # noqa: E402
 from penstock.train.tensors import to_torch  # noqa: E402
 from tests.train.watching import LargestFloat32  # noqa: E402

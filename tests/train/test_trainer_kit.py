@@ -13,8 +13,7 @@ from penstock.errors import InvalidInput
 from penstock.packing import MicroBatch, PackedStep
 from penstock.testing.trainer import Report, check, each_rank
 from penstock.train import Terms, to_torch, token_logprobs
-from penstock.train.loss import Dppo, Grpo, Ipo, Loss, Sft
-from penstock.train.modes import ByMode
+from penstock.train.loss import ByMode, Dppo, Grpo, Ipo, Loss, Sft
 from tests.train.seeded import (
     VOCABULARY,
     Result,

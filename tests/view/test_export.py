@@ -158,8 +158,7 @@ def test_exported_masks_are_the_masks_applied_in_every_mode(tmp_path: Path, name
     """Through real tensors: a token is reported masked exactly where the policy gradient did not reach it."""
     torch = pytest.importorskip("torch")
     from penstock import to_torch
-    from penstock.train.loss import Dppo, Grpo, Ipo, Loss, RefKl
-    from penstock.train.modes import ByMode
+    from penstock.train.loss import ByMode, Dppo, Grpo, Ipo, Loss, RefKl
 
     losses: dict[str, Loss] = {
         "ipo": ByMode(rl=Ipo(kl_tau=0.0)),

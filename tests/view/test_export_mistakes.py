@@ -20,8 +20,7 @@ from penstock.integrations.formats.file_or_stream import Place
 from penstock.integrations.formats.lost import Lost
 from penstock.integrations.formats.penstock_files import read_export
 from penstock.train import mask_segments
-from penstock.train.loss import Dppo, Sft
-from penstock.train.modes import ByMode
+from penstock.train.loss import ByMode, Dppo, Sft
 from penstock.view import Export, TokenExporter
 from penstock.view.jsonl import Jsonl
 from penstock.view.parquet import ParquetFile, records_to_parquet

@@ -16,18 +16,17 @@ from penstock.assets.image_ref import span as span
 from penstock.assets.layouts import QWEN2_5_VL as QWEN2_5_VL
 from penstock.assets.layouts import QWEN2_VL as QWEN2_VL
 from penstock.assets.layouts import QWEN3_VL as QWEN3_VL
+from penstock.assets.layouts import FromCallable as FromCallable
 from penstock.assets.layouts import Layout as Layout
+from penstock.assets.layouts import Processor as Processor
 from penstock.assets.layouts import layout_from_config as layout_from_config
 from penstock.assets.maintenance import list_assets as list_assets
-from penstock.assets.maintenance import sweep_assets as sweep_assets
 from penstock.assets.maintenance import verify_assets as verify_assets
 from penstock.assets.object_store import ObjectStore as ObjectStore
 from penstock.assets.offload import INLINE_BYTES as INLINE_BYTES
 from penstock.assets.offload import image_lookup as image_lookup
 from penstock.assets.offload import inline_messages as inline_messages
 from penstock.assets.offload import offload_messages as offload_messages
-from penstock.assets.processors import FromCallable as FromCallable
-from penstock.assets.processors import Processor as Processor
 from penstock.assets.references import FeatureRef as FeatureRef
 from penstock.assets.references import RawRef as RawRef
 from penstock.assets.references import feature_fingerprint as feature_fingerprint
@@ -39,4 +38,3 @@ from penstock.assets.resolution import raw_reference as raw_reference
 from penstock.assets.resolution import resolve as resolve
 from penstock.assets.resolution import retry_in_full as retry_in_full
 from penstock.assets.store import AssetStore as AssetStore
-from penstock.assets.threads import worker_environment as worker_environment

@@ -30,19 +30,13 @@ class Blobs(Protocol):
     """Named blobs, each written once and atomically: a reader sees all of it or nothing."""
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Store durably. Returns False, and changes nothing, if the name is taken. Of many writers exactly one gets
-        True.
-        """
+        """Store durably. Returns False and changes nothing if the name is taken. Exactly one of many writers wins."""
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        """Return the bytes. Raises `MissingAsset` if absent, `CorruptAsset` if larger than `max_bytes` or not a plain
-        file.
-        """
+        """Return the bytes. Raises MissingAsset, or CorruptAsset if larger than `max_bytes` or not a plain file."""
 
     def part(self, name: str, *, start: int, size: int) -> bytes:
-        """Return at most `size` bytes (1 or more) from `start`, fewer where the blob ends. Raises `MissingAsset` if
-        absent.
-        """
+        """Return at most `size` bytes (1 or more) from `start`, fewer where the blob ends. Raises MissingAsset."""
 
     def head(self, name: str) -> BlobInfo | None:
         """Return name, size and time without reading the blob, or None if absent."""

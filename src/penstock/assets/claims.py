@@ -72,9 +72,7 @@ def remove_run(blobs: Blobs, run: str) -> list[str]:
 
 
 def empty_trash(blobs: Blobs) -> list[str]:
-    """Move back what is claimed and delete the rest. Returns the hashes deleted. Completes what a killed
-    remover began.
-    """
+    """Move back what is claimed and delete the rest. Completes what a killed remover began. Returns deleted hashes."""
     aside = [info.name for info in blobs.list(_TRASH)]
     still = claims(blobs) if aside else {}  # must be read after the trash: step 2 of the remover above
     removed = []

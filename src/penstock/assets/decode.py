@@ -1,8 +1,12 @@
 """Decode images to RGB, with the same pixels on every rank: upright, opaque on white, eight bits.
 
-The rules, in this order (a model must see in training what it saw when sampling): the EXIF orientation is applied;
-16-bit greyscale keeps its high byte (as Pillow does for 16-bit colour); transparency of any kind is flattened onto
-white; CMYK, palette and greyscale become RGB; of an animation the first frame is taken. Colour profiles are ignored.
+A model must see in training what it saw when sampling. So these rules apply, in this order:
+
+1. The EXIF orientation is applied.
+2. 16-bit greyscale keeps its high byte, as Pillow does for 16-bit colour.
+3. Transparency of any kind is flattened onto white.
+4. CMYK, palette and greyscale become RGB.
+5. The first frame of an animation is taken. Colour profiles are ignored.
 """
 
 from __future__ import annotations
@@ -28,9 +32,7 @@ _DAMAGED = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, Ty
 
 
 def decode_rgb(data: bytes, limits: Limits = DEFAULT_LIMITS, *, where: str = "image") -> NDArray[np.uint8]:
-    """Return [height, width, 3] pixels. The header is judged first, so nothing larger than the limits is ever
-    allocated.
-    """
+    """Return [height, width, 3] pixels. Checks the header first, so nothing larger than the limits is allocated."""
     header = probe(data, limits, where=where)
     opened = _open(data, header.media_type, where)
     # Our parser and Pillow must agree on the size, or the limits were checked for another image.

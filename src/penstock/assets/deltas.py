@@ -1,11 +1,11 @@
 """Which images a step adds. Sender and receiver use the same rule.
 
-A renderer reports all images of a prompt at every step; sending them all again each turn is quadratic. So a step sends
-only what its baseline, the branch it continues, does not have. Two rules make that safe:
+A renderer reports all images of a prompt at every step. Sending all of them each turn would be quadratic, so a step
+sends only what its baseline, the branch it continues, does not have. Two rules make that safe:
 
-* One baseline rule for both sides: the active branch with the *longest* token prefix of this prompt. With "first that
-fits" on one side and "longest" on the other, images get lost or duplicated. * Images are counted, not collected in a
-set: the same screenshot in two places is two entries.
+- Both sides use one baseline rule: the active branch with the *longest* token prefix of this prompt. With "first that
+  fits" on one side and "longest" on the other, images get lost or duplicated.
+- Images are counted, not collected in a set: the same screenshot in two places is two entries.
 
 A step that continues no active branch (a step back to an earlier state, a compacted context) starts a new sample and
 sends its full set, so that every sample is complete in itself.

@@ -1,12 +1,12 @@
-"""Read and judge an image's header: its format, its size when decoded, and whether it is accepted.
+"""Read an image's header: its format, its size when decoded, and whether it is within the limits.
 
-A 20 kB PNG can hold 169 megapixels (843 MB decoded), so nothing is decoded before its size was judged here. The parsers
+A 20 kB PNG can hold 169 megapixels (843 MB decoded), so sizes are checked here before anything is decoded. The parsers
 of the four formats are ours, not Pillow's, for three reasons:
 
-- sizes are judged before any decoder allocates: Pillow allocates a WebP's canvas on open, and reads a PNG's pixels to
-  find an orientation stored after them;
-- the rollout side needs no Pillow;
-- the complete file is walked, so that a truncated file, or one with other data after its end, is rejected on arrival.
+- Sizes are checked before any decoder allocates. Pillow allocates a WebP's canvas on open, and reads a PNG's pixels to
+  find an orientation stored after them.
+- The rollout side needs no Pillow.
+- The complete file is walked, so a truncated file, or one with other data after its end, is rejected on arrival.
 
 Each parser takes the bytes of a file and returns a `Header`. Anything unexpected raises `Malformed`. No pixel is
 decoded.

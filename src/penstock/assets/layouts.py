@@ -10,25 +10,44 @@ are adjacent. With patch 1 and merge 2 the pixels of a 4 x 2 image
 Each row holds channel, time, height, width; a still image repeats its pixels `temporal_patch` times. A resized pixel
 has 256 possible values, so rescaling and normalising is a table of 3 x 256 floats, computed once with the operations
 and roundings of the Hugging Face processor. The result equals its output bit for bit.
+
+A rank turns decoded pixels into patch rows with a `Processor`: a `Layout`, or any function (`FromCallable`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import ConfigError, ImageRefused
+from penstock.errors import ConfigError, ImageRefused, IncompatibleAsset
 
 Grid = tuple[int, int, int]
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_ASPECT = 200
+
+
+class Processor(Protocol):
+    """Two halves: a costly one whose result is cached, and a cheap one that writes floats where they are needed."""
+
+    @property
+    def row_size(self) -> int:
+        """Floats per patch row."""
+
+    def prepare(self, rgb: NDArray[np.uint8]) -> Any:
+        """Convert [height, width, 3] pixels to what is cached: an array, or anything else with `nbytes`."""
+
+    def grid_of(self, prepared: Any) -> Grid:
+        """(time, height, width) in patches."""
+
+    def fill(self, prepared: Any, out: NDArray[np.float32]) -> None:
+        """Write the patch rows into [patches, row_size]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +109,7 @@ class Layout:
         return 3 * self.temporal_patch * self.patch**2
 
     def prepare(self, rgb: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the resized [height, width, 3] image: the costly half, and eight times smaller than patches, so this
-        is cached.
-        """
+        """Return the resized [height, width, 3] image. Cached: it is costly, and eight times smaller than patches."""
         from PIL import Image
 
         width, height = self.fit(rgb.shape[1], rgb.shape[0])
@@ -159,3 +176,56 @@ def layout_from_config(family: str, config: Mapping[str, Any]) -> Layout:
         )
     except KeyError as error:
         raise ConfigError(f"preprocessor config of {family!r}: no {error}; pass the model's own file") from None
+
+
+# ------------------------------------------------------------------ any function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Patch rows as a function returned them."""
+
+    patches: NDArray[np.float32]
+    grid: Grid
+
+    @property
+    def nbytes(self) -> int:
+        return self.patches.nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromCallable:
+    """A processor from any function of [height, width, 3] pixels to (patch rows, grid).
+
+    A Hugging Face image processor, for example:
+
+        def process(rgb):
+            out = processor(images=[rgb], return_tensors="np")
+            return out["pixel_values"], out["image_grid_thw"][0]
+    """
+
+    function: Callable[[NDArray[np.uint8]], tuple[NDArray[np.float32], Sequence[int]]]
+    row_size: int
+
+    def prepare(self, rgb: NDArray[np.uint8]) -> Rows:
+        patches, (t, h, w) = self.function(rgb)
+        if hasattr(patches, "detach"):  # a tensor: numpy has no bfloat16, and reads no other device
+            patches = patches.detach().float().cpu().numpy()
+        try:
+            return Rows(patches=np.asarray(patches, np.float32), grid=(int(t), int(h), int(w)))
+        except (TypeError, ValueError) as error:
+            raise IncompatibleAsset(
+                f"processor: {type(patches).__name__} of patch rows, grid {(t, h, w)!r:.60}: {error}; return numbers",
+                error_type="raw_mm_grid_mismatch",
+            ) from None
+
+    def grid_of(self, prepared: Rows) -> Grid:
+        return prepared.grid
+
+    def fill(self, prepared: Rows, out: NDArray[np.float32]) -> None:
+        if prepared.patches.shape != out.shape:
+            raise IncompatibleAsset(
+                f"processor: {prepared.patches.shape} patch rows for grid {prepared.grid}; must be {out.shape}",
+                error_type="raw_mm_grid_mismatch",
+            )
+        out[:] = prepared.patches

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from penstock.assets.blobs import BlobInfo, check_name
 from penstock.assets.safe_open import directory, part_beneath, read_beneath
-from penstock.assets.urls import file_url
+from penstock.assets.sources import file_url
 from penstock.errors import ConfigError, CorruptAsset, MissingAsset, StorageError
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)

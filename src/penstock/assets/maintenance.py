@@ -1,4 +1,4 @@
-"""The functions behind `penstock assets list|verify|sweep`. They return records and print nothing."""
+"""The functions behind `penstock assets list|verify`. They return records and print nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.assets.claims import claims, hash_of, stored
-from penstock.assets.features import TTL_S, sweep
 from penstock.assets.image_header import probe, upright_size
 from penstock.assets.store import AssetStore
 from penstock.errors import AssetError, StorageError
@@ -44,13 +43,6 @@ class VerifyReport:
     @property
     def ok(self) -> bool:
         return not (self.corrupt or self.missing)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepReport:
-    features_removed: int
-    ttl_s: float
-    images_kept: int
 
 
 def list_assets(store: AssetStore) -> list[AssetRow]:
@@ -98,9 +90,3 @@ def _problem(store: AssetStore, row: AssetRow) -> str:
     except (AssetError, StorageError) as error:
         return str(error)
     return ""
-
-
-def sweep_assets(store: AssetStore, *, ttl_s: float = TTL_S, now: float | None = None) -> SweepReport:
-    """Remove features not used for `ttl_s` seconds. Images stay."""
-    removed = sweep(store, ttl_s=ttl_s, now=now)
-    return SweepReport(features_removed=removed, ttl_s=ttl_s, images_kept=sum(1 for _ in store.list()))

@@ -5,6 +5,7 @@ from penstock.capture.cumulative import from_steps as from_steps
 from penstock.capture.plain import from_arrays as from_arrays
 from penstock.capture.records import field_of as field_of
 from penstock.capture.records import list_of as list_of
+from penstock.capture.records import located as located
 from penstock.capture.records import number_of as number_of
 from penstock.capture.records import numbers_of as numbers_of
 from penstock.capture.records import optional_list as optional_list

@@ -87,7 +87,7 @@ def from_choices(
     choices = list_of(response, "choices", "response")
     if rewards is not None and len(rewards) != len(choices):
         raise InvalidInput(f"rewards: {len(rewards)} for {len(choices)} choices; give one per choice")
-    shared = {name: field_of(response, name, None) for name in ("prompt_token_ids", "weight_versions")}
+    shared = {name: field_of(response, name) for name in ("prompt_token_ids", "weight_versions")}
     return [
         from_chat_completions(
             [{**shared, "choices": [choice]}],
@@ -124,7 +124,7 @@ def _steps(
             completion_ids=completion,
             logprobs=_logprobs(choice, content, completion, at),
             columns=columns,
-            routing=read_routing(field_of(choice, "routed_experts", None), f"{at}.routed_experts"),
+            routing=read_routing(field_of(choice, "routed_experts"), f"{at}.routed_experts"),
         )
 
 
@@ -141,12 +141,12 @@ def _finish(answers: list[Any], name: str) -> str:
     if not answers:
         return ""
     choice = _choice(answers[-1], f"{name} responses[{len(answers) - 1}]")
-    return str(field_of(choice, "finish_reason", None) or "")
+    return str(field_of(choice, "finish_reason") or "")
 
 
 def _prompt_ids(answer: Any, choice: Any, given: Values | None, where: str) -> NDArray[np.uint32]:
     for record in (answer, choice):
-        if field_of(record, "prompt_token_ids", None) is not None:
+        if field_of(record, "prompt_token_ids") is not None:
             return ids_of(record, "prompt_token_ids", where)
     if given is None:
         ask = "ask the server for token ids (vLLM: return_token_ids=True)"
@@ -156,14 +156,14 @@ def _prompt_ids(answer: Any, choice: Any, given: Values | None, where: str) -> N
 
 def _content(choice: Any, where: str) -> Sequence[Any] | None:
     """Return the per-token records of `logprobs.content`, if the server sent any."""
-    logprobs = field_of(choice, "logprobs", None)
-    if logprobs is None or field_of(logprobs, "content", None) is None:
+    logprobs = field_of(choice, "logprobs")
+    if logprobs is None or field_of(logprobs, "content") is None:
         return None
     return list_of(logprobs, "content", f"{where}.logprobs")
 
 
 def _completion_ids(choice: Any, content: Sequence[Any] | None, where: str) -> NDArray[np.uint32]:
-    if field_of(choice, "token_ids", None) is not None:
+    if field_of(choice, "token_ids") is not None:
         return ids_of(choice, "token_ids", where)
     named = [_token_id(entry, f"{where}.logprobs.content[{i}]") for i, entry in enumerate(content or ())]
     if not named or None in named:
@@ -173,9 +173,9 @@ def _completion_ids(choice: Any, content: Sequence[Any] | None, where: str) -> N
 
 def _token_id(entry: Any, where: str) -> int | None:
     """Return the id a log-probability is for, or None when the server sent text only."""
-    number = field_of(entry, "token_id", None)
+    number = field_of(entry, "token_id")
     if number is None:
-        token = field_of(entry, "token", None)
+        token = field_of(entry, "token")
         if not isinstance(token, str) or not token.startswith(_PREFIX):
             return None
         digits = token[len(_PREFIX) :]
@@ -188,7 +188,7 @@ def _token_id(entry: Any, where: str) -> int | None:
 def _logprobs(
     choice: Any, content: Sequence[Any] | None, completion: NDArray[np.uint32], where: str
 ) -> NDArray[np.float32] | None:
-    record = field_of(choice, "logprobs", None)
+    record = field_of(choice, "logprobs")
     if record is None:
         return None
     at = f"{where}.logprobs"

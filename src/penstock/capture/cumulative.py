@@ -54,20 +54,20 @@ def from_rollout(output: Any, **fields: Any) -> Trajectory:
     """Return the trajectory of a complete rollout record: `trajectory` (its steps), `reward`, `error`, `is_truncated`,
     `stop_condition`, `metrics`, `timing` and `sampling_args`, as the first generation of verifiers returned it.
     """
-    name = str(field_of(output, "trajectory_id", None) or field_of(output, "example_id", ""))
+    name = str(field_of(output, "trajectory_id") or field_of(output, "example_id", ""))
     where = f"rollout {name!r}"
-    error = field_of(output, "error", None)
-    sampling = field_of(output, "sampling_args", None) or {}
-    milliseconds = field_of(field_of(output, "timing", None), "total_ms", None)
+    error = field_of(output, "error")
+    sampling = field_of(output, "sampling_args") or {}
+    milliseconds = field_of(field_of(output, "timing"), "total_ms")
     read = {
         "id": name,
-        "reward": field_of(output, "reward", None),
+        "reward": field_of(output, "reward"),
         "error": None if error is None else str(error)[:500],
         "truncated": bool(field_of(output, "is_truncated", False)),
-        "stop_condition": str(field_of(output, "stop_condition", None) or ""),
+        "stop_condition": str(field_of(output, "stop_condition") or ""),
         "metrics": optional_mapping(output, "metrics", where),
         "seconds": milliseconds / 1000 if isinstance(milliseconds, int | float) and milliseconds >= 0 else None,
-        "temperature": field_of(sampling, "temperature", None),
+        "temperature": field_of(sampling, "temperature"),
     }
     return from_steps(list_of(output, "trajectory", where), **{**read, **fields})
 
@@ -76,9 +76,9 @@ def _step(step: Any, where: str, temperature: float | None, lookup: HashLookup |
     tokens = field_of(step, "tokens", ABSENT)
     tokens = step if tokens is ABSENT else required(step, "tokens", where)
     prompt, completion = ids_of(tokens, "prompt_ids", where), ids_of(tokens, "completion_ids", where)
-    _check_prompt_mask(field_of(tokens, "prompt_mask", None), len(prompt), f"{where}.prompt_mask")
-    own = field_of(tokens, "temperature", None)
-    types = _types(field_of(tokens, "mm_token_type_ids", None), len(prompt) + len(completion), where)
+    _check_prompt_mask(field_of(tokens, "prompt_mask"), len(prompt), f"{where}.prompt_mask")
+    own = field_of(tokens, "temperature")
+    types = _types(field_of(tokens, "mm_token_type_ids"), len(prompt) + len(completion), where)
     columns: dict[str, Values | None] = {
         "temperatures": temperature if own is None else own,
         "sampling_mask": sampling_mask_of(tokens, where),
@@ -87,11 +87,11 @@ def _step(step: Any, where: str, temperature: float | None, lookup: HashLookup |
         where=where,
         prompt_ids=prompt,
         completion_ids=completion,
-        mask=field_of(tokens, "completion_mask", None),
-        logprobs=field_of(tokens, "completion_logprobs", None),
+        mask=field_of(tokens, "completion_mask"),
+        logprobs=field_of(tokens, "completion_logprobs"),
         columns={name: value for name, value in columns.items() if value is not None},
         types=types,
-        routing=read_routing(field_of(tokens, "routed_experts", None), f"{where}.routed_experts"),
+        routing=read_routing(field_of(tokens, "routed_experts"), f"{where}.routed_experts"),
         images=_images(tokens, types, lookup, where),
     )
 
@@ -119,8 +119,8 @@ def _types(types: Any, count: int, where: str) -> NDArray[np.uint8] | None:
 def _images(
     tokens: Any, types: NDArray[np.uint8] | None, lookup: HashLookup | None, where: str
 ) -> tuple[ImageSpan, ...]:
-    if field_of(tokens, "images", None) is None:
-        described = field_of(tokens, "multi_modal_data", None)
+    if field_of(tokens, "images") is None:
+        described = field_of(tokens, "multi_modal_data")
         return read_descriptors(described, types, lookup, f"{where}.multi_modal_data") if described else ()
     return tuple(_image(image, f"{where}.images[{i}]") for i, image in enumerate(list_of(tokens, "images", where)))
 

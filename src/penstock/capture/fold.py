@@ -167,7 +167,7 @@ class _Folding:
         return self._branches[int(np.flatnonzero(active == segment)[0])]
 
     def _keys(self, step: Step) -> Keys:
-        """Return what two prefixes must share to be equal: the tokens, and the image behind each placeholder."""
+        """Return what two prefixes must share to be equal: the tokens, and the image of each placeholder."""
         count = len(step.prompt_ids)
         keys = np.empty(count + len(step.completion_ids), np.uint64)
         keys[:count] = step.prompt_ids

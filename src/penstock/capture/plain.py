@@ -23,8 +23,7 @@ def from_arrays(
     images: Sequence[ImageSpan] = (),
     **fields: Any,
 ) -> Trajectory:
-    """Return the trajectory of one flat sequence. Each run of sampled tokens becomes a turn. `fields` are
-    `Trajectory`'s.
+    """Return the trajectory of one flat sequence: a turn per run of sampled tokens. `fields` are `Trajectory`'s.
 
     `logprobs` has one value per token or one per sampled token. `columns` holds other per-token columns, or one number
     for all tokens. `sampling_mask` among them is a list of ids per token, or per sampled token.

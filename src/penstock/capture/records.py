@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +21,15 @@ class Absent:
 
 
 ABSENT: Final = Absent()
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Put the position of a record before the message of an InvalidInput that its reader raises in the block."""
+    try:
+        yield
+    except InvalidInput as error:
+        raise InvalidInput(f"{where}: {error}") from None
 
 
 def field_of(record: Any, name: str, default: Any = None) -> Any:
@@ -47,12 +57,12 @@ def list_of(record: Any, name: str, where: str) -> Sequence[Any]:
 
 def optional_list(record: Any, name: str, where: str) -> Sequence[Any]:
     """Return a list (or tuple) that may be absent."""
-    return () if field_of(record, name, None) is None else list_of(record, name, where)
+    return () if field_of(record, name) is None else list_of(record, name, where)
 
 
 def optional_mapping(record: Any, name: str, where: str) -> Mapping[Any, Any]:
     """Return a mapping that may be absent."""
-    value = field_of(record, name, None)
+    value = field_of(record, name)
     if value is None:
         return {}
     if not isinstance(value, Mapping):

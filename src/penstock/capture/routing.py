@@ -58,7 +58,7 @@ def read_routing(payload: Any, where: str) -> Routing | None:
 
 
 def _array(payload: Any, where: str) -> Array:
-    shape, dtype = field_of(payload, "shape", ABSENT), field_of(payload, "dtype", None) or "uint8"
+    shape, dtype = field_of(payload, "shape", ABSENT), field_of(payload, "dtype") or "uint8"
     if str(dtype) not in _DTYPES:
         raise InvalidInput(f"{where}.dtype: {dtype!r}; must be one of {', '.join(_DTYPES)}")
     if not isinstance(shape, list | tuple) or len(shape) != 3 or not all(type(n) is int and n >= 0 for n in shape):

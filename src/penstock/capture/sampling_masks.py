@@ -28,11 +28,11 @@ def sampling_mask_of(record: Any, where: str) -> Ragged | None:
     >>> sampling_mask_of({"sampling_mask": {"token_ids": [7, 9, 8], "offsets": [0, 2, 2, 3]}}, "step").tolist()
     [[7, 9], [], [8]]
     """
-    given = field_of(record, "sampling_mask", None)
+    given = field_of(record, "sampling_mask")
     if given is not None:
         return read_sampling_mask(given, f"{where}.sampling_mask") or None
     for prefix in ("", "rollout_"):
-        ids, offsets = (field_of(record, prefix + name, None) for name in _FIELDS)
+        ids, offsets = (field_of(record, prefix + name) for name in _FIELDS)
         if ids is not None or offsets is not None:
             return _by_offsets(ids, offsets, f"{where}.{prefix}{_FIELDS[0]}")
     return None
@@ -43,9 +43,9 @@ def read_sampling_mask(mask: Any, where: str) -> Ragged:
     if isinstance(mask, Ragged):
         return mask
     for ids, bounds in _FLAT:
-        if field_of(mask, bounds, None) is not None:
+        if field_of(mask, bounds) is not None:
             read = _by_offsets if bounds == "offsets" else by_counts
-            return read(field_of(mask, ids, None), field_of(mask, bounds), f"{where}.{ids}")
+            return read(field_of(mask, ids), field_of(mask, bounds), f"{where}.{ids}")
     if not isinstance(mask, list | tuple | np.ndarray) or (isinstance(mask, np.ndarray) and mask.ndim != 2):
         raise InvalidInput(
             f"{where}: a {type(mask).__name__}; must be a list of ids per token, or ids with offsets or counts"

@@ -139,9 +139,7 @@ def _routes(turn: Turn) -> bool:
 
 
 def _check_agreement(turns: Sequence[Turn], name: str, given: list[bool], where: str) -> None:
-    """Check that all sampled turns have a column or none: a missing log-probability would read as 0.0,
-    probability one.
-    """
+    """Check that all sampled turns have a column or none. A missing log-probability would read as probability 1."""
     sampled = [i for i, turn in enumerate(turns) if turn.num_sampled]
     with_it = [i for i in sampled if given[i]]
     if with_it and len(with_it) != len(sampled):

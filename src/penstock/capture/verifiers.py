@@ -64,7 +64,7 @@ def from_verifiers(record: Any, *, images: ImageLookup | None = None, **fields: 
     group, task and episode of a trace are in its `info`. The sampler's top-k, if recorded, becomes the columns
     `SAMPLER_TOPK`: declare them where the plane is opened.
     """
-    if field_of(record, "traces", None) is None:
+    if field_of(record, "traces") is None:
         return [_trajectory(record, images, fields)]
     shared = {**_episode_fields(record), **fields}
     traces = list_of(record, "traces", f"episode {field_of(record, 'id', '')!r}")
@@ -72,24 +72,24 @@ def from_verifiers(record: Any, *, images: ImageLookup | None = None, **fields: 
 
 
 def _is_trained(trace: Any) -> bool:
-    trainable = field_of(field_of(trace, "agent", None), "trainable", True)
-    return bool(trainable) and field_of(trace, "dropped", None) is None and not is_silent(trace)
+    trainable = field_of(field_of(trace, "agent"), "trainable", True)
+    return bool(trainable) and field_of(trace, "dropped") is None and not is_silent(trace)
 
 
 def is_silent(trace: Any) -> bool:
     """Return whether a trace has no message at all: its agent never got a turn."""
-    nodes = field_of(trace, "nodes", None)
+    nodes = field_of(trace, "nodes")
     return isinstance(nodes, list | tuple) and not nodes
 
 
 def _episode_fields(episode: Any) -> dict[str, Any]:
-    env, group, run = (field_of(episode, name, None) for name in ("env", "group", "run"))
-    policy = field_of(field_of(run, "work", None), "policy", None)
-    info = {"episode": field_of(episode, "id", ""), "group": field_of(group, "id", None)}
+    env, group, run = (field_of(episode, name) for name in ("env", "group", "run"))
+    policy = field_of(field_of(run, "work"), "policy")
+    info = {"episode": field_of(episode, "id", ""), "group": field_of(group, "id")}
     found: dict[str, Any] = {
-        "env": field_of(env, "name", None) or field_of(env, "id", ""),
-        "run": field_of(run, "id", None) or "",
-        "policy_version": field_of(policy, "start", None),
+        "env": field_of(env, "name") or field_of(env, "id", ""),
+        "run": field_of(run, "id") or "",
+        "policy_version": field_of(policy, "start"),
         "info": {name: value for name, value in info.items() if value is not None},
     }
     failure = failure_of(episode, f"episode {field_of(episode, 'id', '')!r}")
@@ -114,9 +114,9 @@ def _trajectory(trace: Any, images: ImageLookup | None, fields: Mapping[str, Any
         for i in kept
     ]
     place = {node: turn for turn, node in enumerate(kept)}
-    task = field_of(field_of(trace, "task", None), "key", None)
+    task = field_of(field_of(trace, "task"), "key")
     info = {**fields.get("info", {}), **({} if task is None else {"task": task})}
-    read = {**_outcome(trace, where), "id": name, "agent": field_of(field_of(trace, "agent", None), "name", "") or ""}
+    read = {**_outcome(trace, where), "id": name, "agent": field_of(field_of(trace, "agent"), "name", "") or ""}
     return Trajectory(
         turns=turns,
         parents=[-1 if parents[i] < 0 else place[parents[i]] for i in kept],
@@ -126,7 +126,7 @@ def _trajectory(trace: Any, images: ImageLookup | None, fields: Mapping[str, Any
 
 def _seconds(span: Any) -> float | None:
     """Return how long the agent worked, or None if the trace does not say when it began or ended."""
-    start, end = field_of(span, "start", None), field_of(span, "end", None)
+    start, end = field_of(span, "start"), field_of(span, "end")
     both = isinstance(start, int | float) and isinstance(end, int | float)
     return end - start if both and 0 < start <= end else None
 
@@ -134,7 +134,7 @@ def _seconds(span: Any) -> float | None:
 def _parents(nodes: Sequence[Any], where: str) -> list[int]:
     parents = []
     for i, node in enumerate(nodes):
-        parent = field_of(node, "parent", None)
+        parent = field_of(node, "parent")
         parent = -1 if parent is None else parent
         if not isinstance(parent, int) or not -1 <= parent < i:
             raise InvalidInput(f"{where} nodes[{i}].parent: {parent!r}; must be an earlier node")
@@ -154,16 +154,16 @@ def _type_map(trace: Any, where: str) -> dict[int, int]:
 def _outcome(trace: Any, where: str) -> dict[str, Any]:
     named = optional_mapping(trace, "rewards", where).items()
     rewards = [(r, f"{where}.rewards[{name!r}]") for name, r in named if r is not None]
-    stop = str(field_of(trace, "stop_condition", None) or "")
-    finished = [c for c in optional_list(trace, "calls", where) if field_of(c, "error", None) is None]
-    cut = bool(finished) and field_of(finished[-1], "finish_reason", None) == "length"
+    stop = str(field_of(trace, "stop_condition") or "")
+    finished = [c for c in optional_list(trace, "calls", where) if field_of(c, "error") is None]
+    cut = bool(finished) and field_of(finished[-1], "finish_reason") == "length"
     metrics = optional_mapping(trace, "metrics", where)
     outcome: dict[str, Any] = {
         "reward": sum(number_of(r, "score", at) * number_of(r, "weight", at) for r, at in rewards) if rewards else None,
         "stop_condition": stop,
         "truncated": stop in _LIMITS or cut,
         "metrics": {key: value for key, value in metrics.items() if value is not None},
-        "seconds": _seconds(field_of(field_of(trace, "timing", None), "agent", None)),
+        "seconds": _seconds(field_of(field_of(trace, "timing"), "agent")),
     }
     return {**outcome, "error": failure_of(trace, where)}
 
@@ -174,16 +174,16 @@ def failure_of(record: Any, where: str = "trace") -> str | None:
     If its last model call failed, that is the reason: a harness that dies of it reports only its own traceback. An
     episode that is not ok has no failure of its own if only one of its traces failed.
     """
-    is_trace = field_of(record, "traces", None) is None
+    is_trace = field_of(record, "traces") is None
     if field_of(record, "ok", is_trace):
         return None
     errors, calls = optional_list(record, "errors", where), optional_list(record, "calls", where)
-    failed = field_of(calls[-1], "error", None) if calls else None
+    failed = field_of(calls[-1], "error") if calls else None
     if failed is not None:
         return _message(failed)
     if errors:
         return _message(errors[-1])
-    return f"not completed ({field_of(record, 'stop_condition', None) or 'no stop condition'})" if is_trace else None
+    return f"not completed ({field_of(record, 'stop_condition') or 'no stop condition'})" if is_trace else None
 
 
 _PREFIX = re.compile(r"[^\n]{0,80}? exited -?\d+: |[^\n]{0,80}?\(exit -?\d+\): ")
@@ -202,11 +202,11 @@ def _message(error: Any) -> str:
 
 def _temperatures(trace: Any, where: str) -> dict[int, float | None]:
     """Return the temperature by node, with the agent's own under -1."""
-    agent = field_of(trace, "agent", None)
-    default = field_of(field_of(field_of(agent, "config", None), "sampling", None), "temperature", None)
+    agent = field_of(trace, "agent")
+    default = field_of(field_of(field_of(agent, "config"), "sampling"), "temperature")
     found: dict[int, float | None] = {-1: default}
     for call in optional_list(trace, "calls", where):
-        node, own = field_of(call, "node", None), field_of(field_of(call, "sampling", None), "temperature", None)
+        node, own = field_of(call, "node"), field_of(field_of(call, "sampling"), "temperature")
         if isinstance(node, int) and own is not None:
             found[node] = own
     return found
@@ -252,7 +252,7 @@ def _turn(
     logprobs = _stream(node, "logprobs", where)
     columns: dict[str, Any] = {
         "temperatures": temperature if sampled else None,
-        "routed_experts": array_of(field_of(node, "routed_experts", None), f"{where}.routed_experts"),
+        "routed_experts": array_of(field_of(node, "routed_experts"), f"{where}.routed_experts"),
         "advantages": _spread(node, "advantages", mask, where),
         "teacher_logprobs": _spread(node, "reference_logprobs", mask, where),
         "mm_token_type_ids": _types(ids, types),
@@ -268,7 +268,7 @@ def _turn(
         logprobs=None if isinstance(logprobs, list | tuple | np.ndarray) and not len(logprobs) else logprobs,
         columns=_sampler_topk(node, mask, where),
         images=_images(node, ids, mask, types, images, where),
-        role=str(field_of(field_of(node, "message", None), "role", "") or ""),
+        role=str(field_of(field_of(node, "message"), "role", "") or ""),
         where=where,
         **columns,
     )
@@ -276,7 +276,7 @@ def _turn(
 
 def _stream(record: Any, name: str, where: str) -> Any:
     """Return a stream of numbers: a list, an array, or an array packed for the wire."""
-    return numbers_of(field_of(record, name, None), f"{where}.{name}")
+    return numbers_of(field_of(record, name), f"{where}.{name}")
 
 
 def _weight_versions(node: Any, mask: NDArray[np.bool_], where: str) -> Array | None:
@@ -294,11 +294,11 @@ def _weight_versions(node: Any, mask: NDArray[np.bool_], where: str) -> Array | 
 
 def _sampler_topk(node: Any, mask: NDArray[np.bool_], where: str) -> dict[Column, Ragged]:
     """Return the sampler's top-k per token; empty lists on tokens that were not sampled."""
-    given = field_of(node, "top_logprobs", None)
+    given = field_of(node, "top_logprobs")
     if given is None or not mask.any():
         return {}
     where = f"{where}.top_logprobs"
-    ids = by_counts(field_of(given, "ids", None), field_of(given, "counts", None), f"{where}.ids")
+    ids = by_counts(field_of(given, "ids"), field_of(given, "counts"), f"{where}.ids")
     logprobs = coerce(COLUMNS["logprobs"], _stream(given, "logprobs", where), f"{where}.logprobs")
     sampled = np.count_nonzero(mask)
     if len(ids) != sampled or len(logprobs) != len(ids.values):
@@ -383,7 +383,7 @@ def _images(
 
 
 def _image_urls(node: Any) -> list[str]:
-    content = field_of(field_of(node, "message", None), "content", None)
+    content = field_of(field_of(node, "message"), "content")
     parts = content if isinstance(content, list | tuple) else ()
-    sources = [field_of(part, "image_url", None) for part in parts if field_of(part, "type", "") == "image_url"]
+    sources = [field_of(part, "image_url") for part in parts if field_of(part, "type", "") == "image_url"]
     return [str(field_of(source, "url", source)) for source in sources]

@@ -13,7 +13,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from penstock.assets import TTL_S, AssetStore, list_assets, sweep_assets, verify_assets
+from penstock.assets import TTL_S, AssetStore, list_assets, sweep, verify_assets
 from penstock.commands.tables import Progress
 from penstock.errors import InvalidInput
 
@@ -35,9 +35,9 @@ def run(args: argparse.Namespace) -> int:
         return _list(store, as_json=args.json)
     if args.action == "verify":
         return _verify(store, as_json=args.json)
-    report = sweep_assets(store, ttl_s=args.ttl)
-    text = f"{report.features_removed} features removed, {report.images_kept} images kept"
-    print(json.dumps(asdict(report)) if args.json else text)
+    removed, kept = sweep(store, ttl_s=args.ttl), sum(1 for _ in store.list())
+    report = {"features_removed": removed, "ttl_s": args.ttl, "images_kept": kept}
+    print(json.dumps(report) if args.json else f"{removed} features removed, {kept} images kept")
     return 0
 
 

@@ -20,9 +20,10 @@ from pathlib import Path
 
 from penstock.commands.parsing import MissingWords
 from penstock.commands.tables import Progress, aligned, size
+from penstock.convert import ADVANTAGES
 from penstock.errors import InvalidInput
-from penstock.integrations.formats.file_formats import ADVANTAGES, FORMATS, Conversion, Options, convert_files
-from penstock.integrations.formats.file_or_stream import STANDARD
+from penstock.integrations.formats.file_formats import FORMATS, Conversion, convert_files
+from penstock.integrations.formats.file_or_stream import STANDARD, Options
 from penstock.server import printable
 
 _EVERY_S = 0.2

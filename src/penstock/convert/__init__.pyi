@@ -1,8 +1,10 @@
+from penstock.convert.advantages import ADVANTAGES as ADVANTAGES
 from penstock.convert.advantages import Advantage as Advantage
 from penstock.convert.advantages import Efficiency as Efficiency
 from penstock.convert.advantages import LengthPenalty as LengthPenalty
 from penstock.convert.advantages import RunningBaseline as RunningBaseline
 from penstock.convert.advantages import Std as Std
+from penstock.convert.advantages import advantage_named as advantage_named
 from penstock.convert.advantages import by_agent as by_agent
 from penstock.convert.advantages import grpo as grpo
 from penstock.convert.advantages import leave_one_out as leave_one_out
@@ -11,6 +13,7 @@ from penstock.convert.advantages import raw_rewards as raw_rewards
 from penstock.convert.branches import to_samples as to_samples
 from penstock.convert.branching import RETOKENIZED as RETOKENIZED
 from penstock.convert.branching import branch_causes as branch_causes
+from penstock.convert.filters import FILTERS as FILTERS
 from penstock.convert.filters import AnyErrored as AnyErrored
 from penstock.convert.filters import Errored as Errored
 from penstock.convert.filters import Filter as Filter
@@ -20,15 +23,12 @@ from penstock.convert.filters import TooLong as TooLong
 from penstock.convert.filters import Truncated as Truncated
 from penstock.convert.filters import ZeroVariance as ZeroVariance
 from penstock.convert.filters import apply_filters as apply_filters
+from penstock.convert.filters import filter_named as filter_named
 from penstock.convert.groups import Group as Group
 from penstock.convert.groups import attach as attach
 from penstock.convert.groups import make_group as make_group
 from penstock.convert.groups import unique_id as unique_id
 from penstock.convert.json_group import JsonGroup as JsonGroup
 from penstock.convert.json_group import read_json_group as read_json_group
-from penstock.convert.named import ADVANTAGES as ADVANTAGES
-from penstock.convert.named import FILTERS as FILTERS
-from penstock.convert.named import advantage_named as advantage_named
-from penstock.convert.named import filter_named as filter_named
 from penstock.convert.rollouts import Rollouts as Rollouts
 from penstock.convert.rollouts import RolloutTokens as RolloutTokens

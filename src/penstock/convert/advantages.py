@@ -8,18 +8,23 @@ any baseline and gets 0; so does the only rollout of a group. The functions comp
     grpo(rollouts, shape=Efficiency())           correct and shorter than the average correct one counts for more
     grpo(rollouts, shape=LengthPenalty(output=0.1))   longer counts for less
     partial(grpo, scale=Std())                   the same, as a function to pass on
+
+Some have a name as well (`ADVANTAGES`). A function cannot be written to the log, a name can: the plane computes an
+advantage given by name when late rewards arrive, also after a restart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.capture import Trajectory
+from penstock.config import unknown
 from penstock.convert.rollouts import Rollouts
 from penstock.errors import InvalidInput
 
@@ -205,3 +210,23 @@ def _over_scored(source: Rewards, advantage: Callable[[Rollouts], Floats]) -> Fl
     if not np.isfinite(out).all():
         raise InvalidInput(f"advantages: {out.tolist()!r:.80}; the shape or scale gave something not finite")
     return out
+
+
+ADVANTAGES: dict[str, Advantage] = {
+    "grpo": grpo,
+    "grpo_std": partial(grpo, scale=Std()),
+    "leave_one_out": leave_one_out,
+    "max_rl": max_rl,
+    "raw_rewards": raw_rewards,
+}
+
+
+def advantage_named(name: str) -> Advantage:
+    """Return an advantage by name. Raises InvalidInput.
+
+    >>> advantage_named("grpo")([1.0, 0.0]).tolist()
+    [0.5, -0.5]
+    """
+    if name not in ADVANTAGES:
+        raise InvalidInput(f"advantage {name!r:.60}: {unknown(name, ADVANTAGES, 'advantage')}")
+    return ADVANTAGES[name]

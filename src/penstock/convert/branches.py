@@ -45,9 +45,7 @@ from penstock.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The tokens of one turn that lie on a branch: its first `keep`. The first `taken` of them belong to an earlier
-    branch.
-    """
+    """The first `keep` tokens of a turn, on one branch. The first `taken` of them belong to an earlier branch."""
 
     turn: Turn
     keep: int

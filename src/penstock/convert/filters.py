@@ -1,9 +1,11 @@
-"""Filters drop rollouts that are not worth training on; each drop is counted under a reason.
+"""Filters drop rollouts that are not worth training on. Each drop is counted under a reason.
 
 A filter marks rollouts to drop. It sees the numbers of all rollouts, and the tokens of each through
 `rollouts.tokens(i)`. It decides what is trained, not what a rollout was worth: advantages are computed over all
 rollouts of the group first. Filters apply in order, and a rollout counts under the first reason that drops it. A filter
 that judges the group (`ZeroVariance`, `AnyErrored`) marks all of its rollouts or none.
+
+Filters with a name (`FILTERS`) can also be applied by the plane, when late rewards arrive.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.config import unknown
 from penstock.convert.rollouts import Rollouts, RolloutTokens
 from penstock.errors import InvalidInput
 
@@ -170,3 +173,32 @@ def apply_filters(rollouts: Rollouts, filters: Iterable[Filter]) -> tuple[NDArra
             reasons[one.reason] += int(np.count_nonzero(drops))
         kept &= ~drops
     return kept, reasons
+
+
+FILTERS: dict[str, Filter] = {
+    "zero_variance": ZeroVariance(),
+    "errored": Errored(),
+    "any_errored": AnyErrored(),
+    "truncated": Truncated(),
+}
+_OF_ERRORS = ("errored", "any_errored")
+
+
+def filter_named(name: str) -> Filter:
+    """Return a filter by name. Raises InvalidInput."""
+    if name not in FILTERS:
+        raise InvalidInput(f"filter {name!r:.60}: {unknown(name, FILTERS, 'filter')}")
+    return FILTERS[name]
+
+
+def split_filters(filters: Iterable[Filter | str], *, is_late: bool) -> tuple[list[Filter], tuple[str, ...]]:
+    """Return the filters to apply now, and the names of those that wait for late rewards.
+
+    `ZeroVariance()` has a name as well: applied before the rewards are known, it would drop every group."""
+    given = [filter_named(one) if isinstance(one, str) else one for one in filters]
+    if not is_late:
+        return given, ()
+    names = [next((name for name, known in FILTERS.items() if known == one), "") for one in given]
+    # Only the producer knows which rollouts failed, only the plane which could not be scored: both look for errors.
+    now = [one for one, name in zip(given, names, strict=True) if not name or name in _OF_ERRORS]
+    return now, tuple(filter(None, names))

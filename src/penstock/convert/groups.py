@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 
 from penstock.arrays import NO_COLUMNS, TOKEN_COLUMNS, Own, Sample, Values, check_text
 from penstock.capture import Trajectory
-from penstock.convert.advantages import Advantage, grpo
+from penstock.convert.advantages import Advantage, advantage_named, grpo
 from penstock.convert.branches import to_samples
 from penstock.convert.branching import branch_causes
-from penstock.convert.filters import Filter, apply_filters
-from penstock.convert.named import advantage_named, split_filters
+from penstock.convert.filters import Filter, apply_filters, split_filters
 from penstock.convert.rollouts import Rollouts
 from penstock.errors import Conflict, InvalidInput, UnknownKey
 from penstock.notebook import html_table
@@ -197,8 +196,7 @@ def _advantages(advantage: Advantage, rollouts: Rollouts, rows: Sequence[Traject
 
 
 def attach(samples: Iterable[Sample], name: str, values: Mapping[str, Values]) -> list[Sample]:
-    """Return the samples with one more column (teacher logprobs, advantages, weights, ...), matched by id, not
-    position.
+    """Return the samples with one more column (teacher logprobs, advantages, weights, ...), matched by id.
 
     Every sample must have a value and every value a sample. Lengths are checked as for any column.
 

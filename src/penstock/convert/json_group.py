@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.arrays import NO_COLUMNS, Own
-from penstock.capture import TURN_COLUMNS, Trajectory, Turn
+from penstock.capture import TURN_COLUMNS, Trajectory, Turn, located
 from penstock.convert.groups import Group, make_group, unique_id
 from penstock.errors import InvalidInput
 
@@ -152,10 +152,8 @@ def _plain(what: str) -> str:
 def _trajectory(rollout: JsonRollout, where: str) -> Trajectory:
     turns = [_turn(turn, f"{where}.turns[{i}]") for i, turn in enumerate(rollout.turns)]
     fields = {name: getattr(rollout, name) for name in rollout.__struct_fields__ if name != "turns"}
-    try:
+    with located(where):
         return Trajectory(turns=turns, **fields)
-    except InvalidInput as error:
-        raise InvalidInput(f"{where}: {error}") from None
 
 
 def _turn(turn: JsonTurn, where: str) -> Turn:

@@ -18,14 +18,13 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import NoReturn
 
-from penstock.assets import worker_environment
 from penstock.demo.run_files import last_lines
 from penstock.errors import Closed
 from penstock.server import die_with_parent
@@ -140,3 +139,29 @@ def _end_with_launcher() -> None:
     assert launcher is not None
     launcher.join()
     os._exit(1)
+
+
+THREAD_CAPS: Mapping[str, str] = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_THREAD_LIMIT": "1",
+    "OMP_DYNAMIC": "FALSE",
+    "MKL_NUM_THREADS": "1",
+    "MKL_DYNAMIC": "FALSE",
+    "OPENBLAS_NUM_THREADS": "1",
+    "NUMEXPR_NUM_THREADS": "1",
+    "RAYON_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "MALLOC_ARENA_MAX": "2",
+}
+
+
+def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which native libraries use one thread per process, instead of one per core.
+
+    Dozens of workers with a thread pool per core each spend their time on context switches, and each pool has its own
+    memory. The limits must be in the environment before a library is loaded, so a child gets them at its start.
+
+    >>> worker_environment({"HOME": "/root", "OMP_NUM_THREADS": "64"})["OMP_NUM_THREADS"]
+    '1'
+    """
+    return {**environment, **THREAD_CAPS}

@@ -25,7 +25,7 @@ from penstock.extras import require
 _ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Off: Ray's name for this host is 127.0.0.1, whatever other addresses it has."""
 _CONNECT_S = 10.0
-OBJECT_STORE_BYTES = 80 << 20
+_OBJECT_STORE_BYTES = 80 << 20
 """Ray's own minimum is 75 MB. We keep nothing in an object store."""
 
 
@@ -36,8 +36,6 @@ class LocalCluster:
         self,
         nodes: int = 3,
         *,
-        cpus: int = 2,
-        object_store_bytes: int = OBJECT_STORE_BYTES,
         addresses: Sequence[str] = (),
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -58,8 +56,8 @@ class LocalCluster:
 
         own = ray.util.get_node_ip_address()
         self._settings = {
-            "num_cpus": cpus,
-            "object_store_memory": object_store_bytes,
+            "num_cpus": 2,
+            "object_store_memory": _OBJECT_STORE_BYTES,
             "include_dashboard": False,
         }
         self._cluster: Any = Cluster()

@@ -88,7 +88,7 @@ class PlaneActor:
         return self._text
 
     def place(self) -> dict[str, Any]:
-        """Return where the server listens, with keys; or `error` if it was refused, or `waiting` while it starts."""
+        """Return where the server listens, with keys, or `error` if it was rejected, or `waiting` while it starts."""
         if self._error is not None:
             return {"error": self._error}
         return self._place or {"waiting": self._waiting}
@@ -186,8 +186,8 @@ class PlaneActor:
         return True
 
     def _refuse(self, error: list[str]) -> None:
-        """Handle an error at start. It is final for a plane that never listened; otherwise its folder may only be
-        unmounted, so try again."""
+        """Handle an error at start. It is final for a plane that never listened. Others try again: perhaps the folder
+        is only unmounted."""
         if self._run_id:
             self._waiting = error[1]
         else:

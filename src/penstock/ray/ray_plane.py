@@ -10,11 +10,11 @@ import logging
 import re
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, reduce
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.client import Handle, Plane
 from penstock.config import Given, build, keywords_of, nested, settings_of, template
@@ -29,6 +29,7 @@ from penstock.transport import Address, ResolvingClient
 
 logger = logging.getLogger("penstock.ray")
 SCHEME = "ray://"
+T = TypeVar("T")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _START_S = 120.0
 """How long to wait for a plane to listen. Starting a Ray worker takes seconds."""
@@ -192,12 +193,14 @@ def _merged(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any
 
 def _settings(name: str) -> str:
     """Return the settings of the plane that runs or is starting."""
-    wait = Wait(f"{SCHEME}{name}", _START_S)
-    while True:
+
+    def ask() -> str:
         try:
             return str(calls.ask(actor_of(name), "settings"))
         except PlaneLost as error:
-            wait.on(_lost_host(name) or error)
+            raise _lost_host(name) or error from None
+
+    return _waited(name, ask)
 
 
 def _check_same(address: str, given: Given, mine: ClusterSettings, theirs: ClusterSettings) -> None:
@@ -219,37 +222,31 @@ def _is_given(tables: Mapping[str, Any], path: str) -> bool:
 
 
 def _wait_until_it_listens(name: str) -> None:
-    wait = Wait(f"{SCHEME}{name}", _START_S)
+    try:
+        _waited(name, partial(where, name))
+    except PlaneLost:
+        raise
+    except PenstockError:
+        if record_of(name) is None:
+            calls.end(actor_of(name))  # it never served a client: the next attempt may have other settings
+        raise
+
+
+def _waited(name: str, ask: Callable[[], T]) -> T:
+    """Ask until there is an answer. Logs what it waits for every few seconds, and raises it after `_START_S`."""
+    began = logged_at = time.monotonic()
     while True:
         try:
-            where(name)
-        except PlaneLost as error:
-            wait.on(error)
-        except PenstockError:
-            if record_of(name) is None:
-                calls.end(actor_of(name))  # it never served a client: the next attempt may have other settings
-            raise
-        else:
-            return
-
-
-class Wait:
-    """A wait with a deadline, which logs its reason every few seconds."""
-
-    def __init__(self, what: str, patience_s: float) -> None:
-        self._what, self._patience_s = what, patience_s
-        self._began = time.monotonic()
-        self._logged_at = self._began
-
-    def on(self, reason: PlaneLost) -> None:
-        """Sleep a little because of `reason`. Raises it if the deadline has passed or waiting does not help."""
-        now = time.monotonic()
-        waited = now - self._began
-        if isinstance(reason, PinnedHostLost) or waited > self._patience_s:
-            raise reason
-        if now - self._logged_at > _SAY_S:
-            self._logged_at = now
-            logger.warning("%s: waiting (%.0f of %.0f s): %s", self._what, waited, self._patience_s, reason)
+            return ask()
+        except PinnedHostLost:
+            raise  # waiting does not help
+        except PlaneLost as reason:
+            now = time.monotonic()
+            if now - began > _START_S:
+                raise
+            if now - logged_at > _SAY_S:
+                logged_at = now
+                logger.warning("%s%s: waiting (%.0f of %.0f s): %s", SCHEME, name, now - began, _START_S, reason)
         time.sleep(_LOOK_S)
 
 

@@ -120,7 +120,7 @@ def packings(draw: st.DrawFn, lengths: tuple[int, ...] = (8, 30, 64)) -> Packing
 
 @st.composite
 def branching(draw: st.DrawFn, most_groups: int = 4, most: int = 6) -> list[Sample]:
-    """Groups whose samples branch from one another at any depth, with columns that agree and columns that differ.
+    """Groups whose samples branch from each other at any depth, with columns that agree and columns that differ.
 
     The order of samples is sometimes shuffled, so that a planner cannot rely on it.
     """

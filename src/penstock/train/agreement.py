@@ -30,7 +30,7 @@ except ImportError as error:
 from penstock.errors import ConfigError, StepAborted
 
 _READY, _STOPPED, _FAILED = 0, 1, 2
-"""Ready; stopped by the plane or another rank; failed itself. The largest wins: an own failure is the root cause."""
+"""Ready, stopped by the plane or another rank, or failed itself. The largest wins: an own failure is the root cause."""
 _MESSAGE_BYTES = 1000
 """Bytes of an error message that are exchanged."""
 

@@ -37,7 +37,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def like(whole: Tensor, part: Tensor) -> Tensor:
-    """Shard a full tensor the way `part` is sharded."""
+    """Shard a full tensor like `part`."""
     placements = getattr(part, "placements", None)
     if placements is None:
         return whole
@@ -86,7 +86,7 @@ def load_optimizer_state(model: Any, optimizer: torch.optim.Optimizer, state: di
 
 
 def save(folder: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, *, writes: bool, keep: int = 3) -> None:
-    """Write a checkpoint. All ranks call this, because gathering is collective; the one with `writes` writes."""
+    """Write a checkpoint. All ranks call this, because gathering is collective. The rank with `writes` writes."""
     from safetensors.torch import save_file
 
     weights, moments = model_state(model), optimizer_state(model, optimizer)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from penstock.errors import InvalidInput
 
@@ -20,13 +21,13 @@ from penstock.errors import InvalidInput
 class Kept:
     """The sets of a row's tokens."""
 
-    values: torch.Tensor
+    values: Tensor
     """[N] ids, set after set."""
-    offsets: torch.Tensor
+    offsets: Tensor
     """[T + 1] where each token's set starts. Kept on the host, so that slicing does not wait for the device."""
 
     @staticmethod
-    def of(given: tuple[torch.Tensor, torch.Tensor] | None, num_tokens: int, device: torch.device) -> Kept | None:
+    def of(given: tuple[Tensor, Tensor] | None, num_tokens: int, device: torch.device) -> Kept | None:
         """Check values and offsets and wrap them. None for None."""
         if given is None:
             return None
@@ -39,7 +40,7 @@ class Kept:
             )
         return Kept(values, offsets)
 
-    def of_tokens(self, tokens: torch.Tensor) -> Kept:
+    def of_tokens(self, tokens: Tensor) -> Kept:
         """Select the sets of some tokens, in the given order."""
         chosen = tokens.cpu()
         begins, counts = self.offsets[chosen], self.offsets.diff()[chosen]
@@ -48,7 +49,7 @@ class Kept:
         at = torch.repeat_interleave(begins - offsets[:-1], counts) + torch.arange(int(offsets[-1]))
         return Kept(self.values[at.to(self.values.device)], offsets)
 
-    def only(self, z: torch.Tensor, a: int, b: int) -> torch.Tensor:
+    def only(self, z: Tensor, a: int, b: int) -> Tensor:
         """Set the logits of tokens a to b to the lowest value, in place, for ids outside each token's set."""
         start, stop = int(self.offsets[a]), int(self.offsets[b])
         if start == stop:
@@ -67,7 +68,7 @@ def lowest(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).min) / 1e6
 
 
-def kept_of(columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
+def kept_of(columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
     """Return the sampling masks of a micro-batch as `token_logprobs` takes them, None if it has none."""
     if "sampling_mask_values" not in columns:
         return None

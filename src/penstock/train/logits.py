@@ -22,6 +22,7 @@ from typing import Any
 
 try:
     import torch
+    from torch import Tensor
 except ImportError as error:
     from penstock.extras import missing
 
@@ -37,15 +38,15 @@ CHUNK = 1024
 
 
 def token_logprobs(
-    logits: torch.Tensor,
-    token_ids: torch.Tensor,
-    sequence_lengths: torch.Tensor,
-    temperatures: torch.Tensor | None = None,
+    logits: Tensor,
+    token_ids: Tensor,
+    sequence_lengths: Tensor,
+    temperatures: Tensor | None = None,
     *,
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+    kept: tuple[Tensor, Tensor] | None = None,
     predictions: Predictions | None = None,
     chunk: int = CHUNK,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return log-probability and entropy of every token, both in the shape of `token_ids`, in float32.
 
     Logits are [T, V], or [1, T, V] as models return them; token ids and temperatures are [T] or [1, T]. Logits are
@@ -83,7 +84,7 @@ def token_logprobs(
     return logprobs.view(token_ids.shape), entropy.view(token_ids.shape)
 
 
-def _checked_ids(ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
+def _checked_ids(ids: Tensor, vocabulary: int) -> Tensor:
     """Return the ids, or raise if the logits lack one. On a GPU the kernel raises: to look would make the host wait."""
     if ids.device.type == "cpu" and len(ids) and int(ids.max()) >= vocabulary:
         raise InvalidInput(
@@ -93,18 +94,18 @@ def _checked_ids(ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
     return ids
 
 
-def _is_row(values: torch.Tensor | None, count: int) -> bool:
+def _is_row(values: Tensor | None, count: int) -> bool:
     return values is None or values.shape in ((count,), (1, count))
 
 
 def _of_forest(
-    logits: torch.Tensor,
-    ids: torch.Tensor,
-    scale: torch.Tensor | None,
+    logits: Tensor,
+    ids: Tensor,
+    scale: Tensor | None,
     kept: Kept | None,
     predictions: Predictions,
     chunk: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute each distinct prediction once, then copy it to every token it applies to."""
     once = predictions.tokens
     found = _Chunked.apply(
@@ -126,7 +127,7 @@ def _of_forest(
     return logprobs, entropy
 
 
-def starts_of(sequence_lengths: torch.Tensor) -> torch.Tensor:
+def starts_of(sequence_lengths: Tensor) -> Tensor:
     """Return [T] flags, True on the first token of every segment, padding included.
 
     >>> starts_of(torch.tensor([3, 1, 2])).int().tolist()
@@ -144,14 +145,14 @@ class _Chunked(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
         ctx: Any,
-        logits: torch.Tensor,
-        token_ids: torch.Tensor,
-        starts: torch.Tensor,
-        scale: torch.Tensor | None,
+        logits: Tensor,
+        token_ids: Tensor,
+        starts: Tensor,
+        scale: Tensor | None,
         kept: Kept | None,
-        rows: torch.Tensor | None,
+        rows: Tensor | None,
         chunk: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         count, vocabulary = len(token_ids), logits.shape[-1]
         wide = torch.promote_types(logits.dtype, torch.float32)
         logprobs = torch.full((count,), -math.log(vocabulary), dtype=wide, device=logits.device)
@@ -171,7 +172,7 @@ class _Chunked(torch.autograd.Function):  # type: ignore[misc]
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, token_ids, starts, scale, rows, norms, entropy = ctx.saved_tensors
         to_logprob, to_entropy = (grad.masked_fill(starts, 0.0) for grad in grads)
         out = torch.zeros_like(logits)
@@ -187,17 +188,17 @@ class _Chunked(torch.autograd.Function):  # type: ignore[misc]
         return out, None, None, None, None, None, None
 
 
-def chunks_of(count: int, chunk: int, rows: torch.Tensor | None = None) -> list[tuple[int, int]]:
+def chunks_of(count: int, chunk: int, rows: Tensor | None = None) -> list[tuple[int, int]]:
     """Cut tokens into (start, stop) chunks. Without `rows` token 0 is skipped: no logits precede it."""
     return [(a, min(a + chunk, count)) for a in range(int(rows is None), count, chunk)]
 
 
-def rows_of(logits: torch.Tensor, rows: torch.Tensor | None, a: int, b: int) -> torch.Tensor:
+def rows_of(logits: Tensor, rows: Tensor | None, a: int, b: int) -> Tensor:
     """Return the logits that predict tokens a to b: one row earlier, or the ones `rows` names."""
     return logits[a - 1 : b - 1] if rows is None else logits[rows[a:b]]
 
 
-def add_to_rows(out: torch.Tensor, rows: torch.Tensor | None, a: int, b: int, grad: torch.Tensor) -> None:
+def add_to_rows(out: Tensor, rows: Tensor | None, a: int, b: int, grad: Tensor) -> None:
     """Write the gradient of tokens a to b to the rows of their logits."""
     if rows is None:
         out[a - 1 : b - 1] = grad
@@ -207,20 +208,20 @@ def add_to_rows(out: torch.Tensor, rows: torch.Tensor | None, a: int, b: int, gr
 
 
 def _predicted(
-    logits: torch.Tensor,
-    rows: torch.Tensor | None,
-    scale: torch.Tensor | None,
+    logits: Tensor,
+    rows: Tensor | None,
+    scale: Tensor | None,
     kept: Kept | None,
     a: int,
     b: int,
     wide: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the logits tokens a to b were drawn from: at their temperature, over the kept ids."""
     z = widened(rows_of(logits, rows, a, b), scale, a, b, wide)
     return z if kept is None else kept.only(z, a, b)
 
 
-def widened(rows: torch.Tensor, scale: torch.Tensor | None, a: int, b: int, wide: torch.dtype) -> torch.Tensor:
+def widened(rows: Tensor, scale: Tensor | None, a: int, b: int, wide: torch.dtype) -> Tensor:
     """Convert logits of tokens a to b to at least float32 and divide them by each token's temperature."""
     # A vocabulary may be restricted with -inf. 0 * -inf would be NaN in the entropy, 0 * the smallest number is 0.
     z = rows.to(wide).clamp_min(lowest(wide))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,28 +54,16 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
-    """A run of project "penstock". With WANDB_MODE=offline it is stored in the run's folder."""
+class Tracker:
+    """A run of project "penstock" at Weights & Biases or in Trackio.
 
-    def __init__(self, folder: Path, run: str) -> None:
-        import wandb
+    Weights & Biases stores it in the run's folder with WANDB_MODE=offline, Trackio where TRACKIO_DIR says. A run of
+    Trackio that is started again goes on.
+    """
 
-        self._run: Any = wandb.init(project="penstock", name=run, dir=str(folder))
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class Trackio:
-    """A run of project "penstock", stored where TRACKIO_DIR says. A run that is started again goes on."""
-
-    def __init__(self, run: str) -> None:
-        import trackio
-
-        self._run: Any = trackio.init(project="penstock", name=run, resume="allow", embed=False)
+    def __init__(self, package: str, run: str, **settings: Any) -> None:
+        tracker: Any = import_module(package)
+        self._run = tracker.init(project="penstock", name=run, **settings)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -122,9 +111,9 @@ class MetricsFile:
             if "tensorboard" in extra:
                 self._sinks.append(TensorBoard(folder / "tensorboard"))
             if "wandb" in extra:
-                self._sinks.append(WeightsAndBiases(folder, run))
+                self._sinks.append(Tracker("wandb", run, dir=str(folder)))
             if "trackio" in extra:
-                self._sinks.append(Trackio(run))
+                self._sinks.append(Tracker("trackio", run, resume="allow", embed=False))
         except BaseException:
             self.close()
             raise

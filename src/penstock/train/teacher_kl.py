@@ -16,16 +16,17 @@ Logits are widened chunk by chunk and recomputed in the backward pass, as in `pe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from penstock.arrays import TOPK
 from penstock.errors import InvalidInput
 from penstock.train.logits import CHUNK, add_to_rows, chunks_of, rows_of, starts_of, widened
-from penstock.train.loss import need
+from penstock.train.loss import Columns, need, plain_terms
 from penstock.train.predictions import Predictions
 from penstock.train.tensors import checked_lengths
 from penstock.train.terms import Terms
@@ -33,33 +34,33 @@ from penstock.train.terms import Terms
 MIN_TAIL = 1e-6
 """The smallest tail probability of a teacher: float32 log-probabilities cannot tell less from 0."""
 
-Divergence: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Divergence: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """log p and log q, both [T, buckets] -> [T]"""
 
 
-def forward_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL(teacher || model) over the buckets."""
     return (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
-def reverse_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL(model || teacher) over the buckets."""
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def topk_kl(
-    logits: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_logprobs: torch.Tensor,
-    sequence_lengths: torch.Tensor,
-    temperatures: torch.Tensor | None = None,
+    logits: Tensor,
+    topk_ids: Tensor,
+    topk_logprobs: Tensor,
+    sequence_lengths: Tensor,
+    temperatures: Tensor | None = None,
     *,
     divergence: Divergence = forward_kl,
-    loss_mask: torch.Tensor | None = None,
+    loss_mask: Tensor | None = None,
     predictions: Predictions | None = None,
     min_tail: float = MIN_TAIL,
     chunk: int = CHUNK,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the divergence of every token, [T] in float32 or wider. Differentiable.
 
     Logits are [T, V], or [1, T, V] as models return them; ids and log-probabilities are [T, k]. Row t is the teacher's
@@ -93,24 +94,24 @@ def topk_kl(
     # Rows that are not compared may be NaN. Replace them before computing: NaN * 0 would be NaN in the gradient.
     known = torch.where(compared[:, None], topk_logprobs, -math.log(k + 1))
 
-    def measure(z: torch.Tensor, ids: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    def measure(z: Tensor, ids: Tensor, known: Tensor) -> Tensor:
         return divergence(*_buckets(z, ids, known.to(z.dtype), min_tail))
 
-    values: torch.Tensor = _ByChunk.apply(measure, given, rows, scale, chunk, topk_ids.long(), known)
+    values: Tensor = _ByChunk.apply(measure, given, rows, scale, chunk, topk_ids.long(), known)
     return torch.where(compared, values, 0.0)
 
 
 def kl_to_teacher(
-    logits: torch.Tensor,
-    columns: Mapping[str, torch.Tensor],
+    logits: Tensor,
+    columns: Columns,
     *,
     teacher: str = "",
-    temperatures: torch.Tensor | None = None,
+    temperatures: Tensor | None = None,
     divergence: Divergence = forward_kl,
     predictions: Predictions | None = None,
     min_tail: float = MIN_TAIL,
     chunk: int = CHUNK,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute `topk_kl` from the columns of a micro-batch, for the column `teacher_kl` of `TeacherKl`.
 
     Covers the tokens with `ref_kl_weights`, or all trained tokens without that column. `teacher` selects one of several
@@ -137,9 +138,7 @@ def kl_to_teacher(
     )
 
 
-def _checked(
-    logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor, predictions: Predictions | None
-) -> tuple[int, int, int]:
+def _checked(logits: Tensor, ids: Tensor, logprobs: Tensor, predictions: Predictions | None) -> tuple[int, int, int]:
     """Check shapes. Returns the numbers of tokens, vocabulary ids and k."""
     vocabulary, rows = logits.shape[-1], math.prod(logits.shape[:-1])
     one_row = logits.shape[:-1] in ((rows,), (1, rows))
@@ -156,9 +155,7 @@ def _checked(
     return count, vocabulary, ids.shape[1]
 
 
-def _buckets(
-    z: torch.Tensor, ids: torch.Tensor, known: torch.Tensor, min_tail: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _buckets(z: Tensor, ids: Tensor, known: Tensor, min_tail: float) -> tuple[Tensor, Tensor]:
     """Return log p and log q of the listed ids and, unless all ids are listed, of the tail: [T, k + 1]."""
     norm = z.logsumexp(-1, keepdim=True)
     listed = z.gather(-1, ids) - norm
@@ -176,13 +173,13 @@ class _ByChunk(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
         ctx: Any,
-        measure: Callable[..., torch.Tensor],
-        logits: torch.Tensor,
-        rows: torch.Tensor | None,
-        scale: torch.Tensor | None,
+        measure: Callable[..., Tensor],
+        logits: Tensor,
+        rows: Tensor | None,
+        scale: Tensor | None,
         chunk: int,
-        *columns: torch.Tensor,
-    ) -> torch.Tensor:
+        *columns: Tensor,
+    ) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         count = len(columns[0])
         out = torch.zeros(count, dtype=wide, device=logits.device)
@@ -194,7 +191,7 @@ class _ByChunk(torch.autograd.Function):  # type: ignore[misc]
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, rows, scale, *columns = ctx.saved_tensors
         out = torch.zeros_like(logits)
         for a, b in chunks_of(len(columns[0]), ctx.chunk, rows):
@@ -218,15 +215,8 @@ class TeacherKl:
     [0.0, 0.25]
     """
 
-    def __call__(
-        self, columns: Mapping[str, torch.Tensor], trainer_logprobs: torch.Tensor, entropy: torch.Tensor | None = None
-    ) -> Terms:
+    def __call__(self, columns: Columns, trainer_logprobs: Tensor, entropy: Tensor | None = None) -> Terms:
         divergence, mask = need(columns, "teacher_kl", "TeacherKl"), columns["loss_mask"]
         if divergence.shape != mask.shape:
             raise InvalidInput(f"teacher_kl: shape {list(divergence.shape)} for a loss_mask {list(mask.shape)}")
-        return Terms(
-            loss=torch.where(mask, divergence, 0.0),
-            trainer_logprobs=trainer_logprobs.detach(),
-            entropy=None if entropy is None else entropy.detach(),
-            trained=mask,
-        )
+        return plain_terms(columns, torch.where(mask, divergence, 0.0), trainer_logprobs, entropy)

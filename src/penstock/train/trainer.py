@@ -33,11 +33,10 @@ from penstock.train import checkpoint
 from penstock.train.agreement import agree
 from penstock.train.checkpoint import Weights
 from penstock.train.fake import FakeSource
-from penstock.train.loss import Dppo, Grpo, Ipo, Loss
+from penstock.train.loss import ByMode, Dppo, Grpo, Ipo, Loss
 from penstock.train.materialize import MaskSample
 from penstock.train.metrics_sinks import MetricsFile
 from penstock.train.model import build_model, check_packing, check_trees, check_vocabulary, row_logprobs
-from penstock.train.modes import ByMode
 from penstock.train.run_config import LossConfig, TrainConfig
 from penstock.train.step_metrics import Sums, memory, packed
 from penstock.train.tensors import to_torch

@@ -23,7 +23,7 @@ import numpy as np
 
 from penstock.arrays import Sample, Samples
 from penstock.errors import CorruptFile, PenstockError, UnknownKey
-from penstock.log import is_run, reading
+from penstock.log import GroupRow, is_run, reading
 from penstock.packing import pack
 from penstock.runs import LoggedStep, evaluations_of, logged_steps, stored_samples
 from penstock.view.batch_records import BatchCopy

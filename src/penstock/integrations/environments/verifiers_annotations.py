@@ -85,7 +85,7 @@ def _trained(record: Record) -> Trained:
 
 def annotate_trace(trace: Any, index: Index) -> int:
     """Annotate one trace, an object or a dict. Returns the number of sampled tokens that got values."""
-    name, tokens = str((field_of(trace, "info", None) or {}).get(SAMPLE)), 0
+    name, tokens = str((field_of(trace, "info") or {}).get(SAMPLE)), 0
     # Fewest trained tokens first: if two samples trained the same message, the one that trained more writes last.
     for trained in sorted(index.get(name, ()), key=lambda one: int(one.loss_mask.sum())):
         tokens += _annotate_path(_path_of(trace, trained, name), trained)
@@ -95,13 +95,13 @@ def annotate_trace(trace: Any, index: Index) -> int:
 def _path_of(trace: Any, trained: Trained, name: str) -> list[Any]:
     """Find the path of messages, from the root, that begins with the sample's tokens. A sample may be truncated."""
     nodes = field_of(trace, "nodes")
-    parents = {field_of(node, "parent", None) for node in nodes}
+    parents = {field_of(node, "parent") for node in nodes}
     for leaf in [i for i in range(len(nodes)) if i not in parents]:
         path: list[Any] = []
         at: int | None = leaf
         while at is not None:
             path.insert(0, nodes[at])
-            at = field_of(nodes[at], "parent", None)
+            at = field_of(nodes[at], "parent")
         ids = np.concatenate([np.asarray(field_of(node, "token_ids"), np.int64) for node in path])
         if len(ids) >= len(trained.token_ids) and np.array_equal(ids[: len(trained.token_ids)], trained.token_ids):
             return path
@@ -116,12 +116,12 @@ def _annotate_path(path: Sequence[Any], trained: Trained) -> int:
         start += len(mask)
         own = trained.loss_mask[here]
         # A message on two paths is trained on one of them only. Keep the values of that path: the loss saw those.
-        known = field_of(node, "trainer_logprobs", None) is not None
+        known = field_of(node, "trainer_logprobs") is not None
         if not mask.any() or start > len(trained.token_ids) or (known and not own.any()):
             continue
         for field, values in trained.values.items():
             _set(node, field, values[here][mask].astype(float).tolist())
-        weights = dict(field_of(node, "loss_weights", None) or {})
+        weights = dict(field_of(node, "loss_weights") or {})
         _set(node, "loss_weights", {**weights, "rl": trained.kept[here].astype(float).tolist()})
         tokens += int(mask.sum())
     return tokens

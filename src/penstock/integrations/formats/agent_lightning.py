@@ -26,15 +26,15 @@ from penstock.capture import (
     field_of,
     from_chat_completions,
     list_of,
+    located,
     number_of,
     optional_list,
     optional_mapping,
 )
 from penstock.convert import make_group
 from penstock.errors import InvalidInput
-from penstock.integrations.formats.file_or_stream import Place, lines_of
+from penstock.integrations.formats.file_or_stream import Place, json_lines
 from penstock.integrations.formats.lost import Lost
-from penstock.integrations.formats.sample_lines import json_object
 
 _BAD_STATUS = 400
 
@@ -94,7 +94,7 @@ def _add(requests: dict[Any, dict[str, Any]], data: Mapping[str, Any], where: st
 
 
 def _answer(data: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """Return a response in the form of inference servers; None if it cannot be trained."""
+    """Return a response in the form of inference servers, or None if it cannot be trained."""
     status = data.get("http_status")
     if data.get("status") == "error" or (isinstance(status, int) and status >= _BAD_STATUS):
         return None
@@ -142,9 +142,8 @@ def read_agent_lightning(place: Place, lost: Lost) -> Iterator[Sample]:
     """Yield the samples of all rollouts, group by group. Events of several rollouts may be interleaved."""
     events: dict[str, list[Any]] = {}
     groups: dict[str, str] = {}
-    with place.reading() as file:
-        for where, line in lines_of(file, place.name):
-            _collect(json_object(line, where), where, events, groups)
+    for where, record in json_lines(place):
+        _collect(record, where, events, groups)
     members: dict[str, list[str]] = {}
     for rollout in events:
         members.setdefault(groups.get(rollout) or rollout, []).append(rollout)
@@ -173,7 +172,5 @@ def _trajectory(events: list[Any], name: str, where: str, lost: Lost) -> Traject
     if not any(field_of(event, "event_type") == "model_request" for event in events):
         lost.unread["rollout without a model request"] += 1
         return None
-    try:
+    with located(f"{where} rollout {name!r}"):
         return from_agent_lightning(events, id=name, lost=lost)
-    except InvalidInput as error:
-        raise InvalidInput(f"{where} rollout {name!r}: {error}") from None

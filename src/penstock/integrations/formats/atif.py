@@ -20,12 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from penstock.arrays import Sample
-from penstock.capture import Trajectory, field_of, from_steps, list_of, number_of, optional_list, optional_mapping
+from penstock.capture import (
+    Trajectory,
+    field_of,
+    from_steps,
+    list_of,
+    located,
+    number_of,
+    optional_list,
+    optional_mapping,
+)
 from penstock.convert import to_samples
 from penstock.errors import InvalidInput
-from penstock.integrations.formats.file_or_stream import MAX_LINE_BYTES, Place, lines_of
+from penstock.integrations.formats.file_or_stream import MAX_LINE_BYTES, Place, json_lines, json_object
 from penstock.integrations.formats.lost import Lost
-from penstock.integrations.formats.sample_lines import json_object
 
 MARK = b'"ATIF-v'
 _IDS = ("prompt_token_ids", "completion_token_ids")
@@ -58,7 +66,7 @@ def from_atif(record: Any, *, lost: Lost | None = None, **fields: Any) -> list[T
 
 
 def _call(step: Any, lost: Lost) -> dict[str, Any] | None:
-    """Return a model call as `from_steps` reads it; None for a step that is none, or has no ids."""
+    """Return a step as the model call that `from_steps` reads. None if it is not a model call, or has no ids."""
     if field_of(step, "source") != "agent" or field_of(step, "llm_call_count") == 0:
         return None
     metrics = field_of(step, "metrics")
@@ -83,10 +91,8 @@ def read_atif(place: Place, lost: Lost) -> Iterator[Sample]:
         extra = optional_mapping(record, "extra", where)
         task = field_of(field_of(extra.get("nemo_gym"), "source"), "task_index")
         fields = {} if extra.get("reward") is not None else _harbor_reward(place)
-        try:
+        with located(where):
             rollouts = from_atif(record, lost=lost, **fields)
-        except InvalidInput as error:
-            raise InvalidInput(f"{where}: {error}") from None
         for i, rollout in enumerate(rollouts):
             name = rollout.id or f"{place.short}:{i}"
             group = name if task is None else f"{record.get('session_id') or place.short}:{task}"
@@ -97,16 +103,13 @@ def read_atif(place: Place, lost: Lost) -> Iterator[Sample]:
 
 
 def _records(place: Place) -> Iterator[tuple[str, dict[str, Any]]]:
-    with place.reading() as file:
-        if place.is_stream:
-            yield from ((where, json_object(line, where)) for where, line in lines_of(file, place.name))
-            return
-        first = file.readline(MAX_LINE_BYTES)
-        file.seek(0)
-        if MARK in first:
-            yield from ((where, json_object(line, where)) for where, line in lines_of(file, place.name))
-        else:  # one object over several lines
-            yield place.name, json_object(file.read(MAX_LINE_BYTES), place.name)
+    if not place.is_stream:
+        with place.reading() as file:
+            if MARK not in file.readline(MAX_LINE_BYTES):  # one object over several lines
+                file.seek(0)
+                yield place.name, json_object(file.read(MAX_LINE_BYTES), place.name)
+                return
+    yield from json_lines(place)
 
 
 def _harbor_reward(place: Place) -> Mapping[str, Any]:

@@ -12,18 +12,23 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, BinaryIO
 
-from penstock.arrays import ALL_OR_NONE, WEIGHTS, Own, Sample
-from penstock.convert import Advantage, Rollouts, grpo, leave_one_out, raw_rewards
+from penstock.arrays import Own, Sample
+from penstock.convert import Rollouts, advantage_named
 from penstock.errors import InvalidInput
-from penstock.frames import MAGIC, by_group, read_frames, write_frames
+from penstock.frames import MAGIC, by_group
 from penstock.integrations.formats.agent_lightning import read_agent_lightning
 from penstock.integrations.formats.atif import MARK as ATIF_MARK
 from penstock.integrations.formats.atif import read_atif
-from penstock.integrations.formats.file_or_stream import Place
+from penstock.integrations.formats.file_or_stream import Options, Place
 from penstock.integrations.formats.lost import Lost
-from penstock.integrations.formats.penstock_files import plane_folder_in, read_export, read_run_groups
-from penstock.integrations.formats.prime_rl_batches import HELD as PRIME_RL_HOLDS
-from penstock.integrations.formats.prime_rl_batches import PrimeRlWriter, read_prime_rl, steps_folder
+from penstock.integrations.formats.penstock_files import (
+    plane_folder_in,
+    read_export,
+    read_frame_file,
+    read_run_groups,
+    write_frame_file,
+)
+from penstock.integrations.formats.prime_rl_batches import read_prime_rl, write_prime_rl
 from penstock.integrations.formats.responses import one_number
 from penstock.integrations.formats.sample_lines import read_lines, write_lines
 from penstock.integrations.formats.sample_tables import ROWS, columns_of, own_columns_of, read_table, write_table
@@ -31,30 +36,8 @@ from penstock.integrations.formats.slime_samples import read_slime, write_slime
 from penstock.integrations.formats.verifiers_traces import read_traces
 from penstock.integrations.formats.verl_tensors import read_verl, write_verl
 from penstock.integrations.trainers.trl_samples import read_trl, write_trl
-from penstock.packing import pack
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Options of single formats."""
-
-    advantages: str | None = None
-    """How to compute advantages from a group's rewards: one of ADVANTAGES. None leaves them unchanged."""
-    reward_key: str | None = None
-    """For slime: which reward, if samples have several."""
-    ranks: int = 1
-    """For prime-rl: data ranks of the trainer."""
-    seq_len: int | None = None
-    """For prime-rl: tokens per micro-batch; default: the longest sample of a step."""
-    samples_per_step: int | None = None
-    """For prime-rl: samples per step; default: all in one step."""
-    first_step: int = 1
-    """For prime-rl: number of the first step."""
-
 
 _LOOK = 1 << 20
-ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "leave-one-out": leave_one_out, "rewards": raw_rewards}
-"""Rules by name."""
 Read = Callable[[Place, Lost, Options], Iterator[Sample]]
 Write = Callable[[Iterable[Sample], Place, Lost, Options, Own], None]
 
@@ -174,14 +157,13 @@ def read_samples(word: str, lost: Lost) -> Iterator[Sample]:
 
 def with_advantages(samples: Iterable[Sample], rule: str) -> Iterator[Sample]:
     """Yield the samples with advantages computed from rewards, per run of consecutive samples of one group."""
-    if rule not in ADVANTAGES:
-        raise InvalidInput(f"advantages {rule!r}: unknown; use one of {', '.join(ADVANTAGES)}")
+    advantage = advantage_named(rule)
     for group in by_group(samples):
         rewards = [one_number(sample, "rewards") for sample in group]
         if any(reward is None or math.isnan(reward) for reward in rewards):
             name = next(s.id for s, reward in zip(group, rewards, strict=True) if reward is None or math.isnan(reward))
             raise InvalidInput(f"sample {name!r}.rewards: no single reward; advantages need one for every sample")
-        values = ADVANTAGES[rule](Rollouts.of([reward for reward in rewards if reward is not None]))
+        values = advantage(Rollouts.of([reward for reward in rewards if reward is not None]))
         yield from (s.replace(advantages=float(value)) for s, value in zip(group, values, strict=True))
 
 
@@ -257,55 +239,6 @@ def _parquet(place: Place) -> FileFormat:
 # ------------------------------------------------------------------ the formats
 
 
-def _read_frames(place: Place, lost: Lost, options: Options) -> Iterator[Sample]:  # noqa: ARG001
-    with place.reading() as file:
-        for frame in read_frames(file, name=place.name):
-            yield from frame
-
-
-def _write_frames(samples: Iterable[Sample], place: Place, lost: Lost, options: Options, own: Own) -> None:  # noqa: ARG001
-    with place.writing() as file:
-        write_frames(file, samples)
-
-
-def _write_prime_rl(samples: Iterable[Sample], place: Place, lost: Lost, options: Options, own: Own) -> None:  # noqa: ARG001
-    """Write steps of packed micro-batches into the folder that the trainer polls."""
-    rows = (sample for sample in samples if lost.keeps(sample, needs=_needed(sample)) and _fits(sample, lost))
-    number = options.first_step
-    while batch := list(islice(rows, options.samples_per_step)):
-        held = [_for_prime_rl(sample, lost) for sample in batch]
-        longest = max(sample.num_tokens for sample in held)
-        step = pack(held, ranks=options.ranks, seq_len=options.seq_len or longest)
-        for rank in step.ranks:
-            if (steps_folder(place.path) / f"step_{number}" / f"rank_{rank.rank}.bin").exists():
-                raise InvalidInput(f"{place.name}/step_{number}: already exists; pass --first-step, or another folder")
-            PrimeRlWriter(place.path, rank=rank.rank).write(rank, number=number)
-        number += 1
-
-
-def _needed(sample: Sample) -> list[str]:
-    """Return the columns a sample needs for training: by its mode, and by its own weights."""
-    modes = {sample.mode}
-    for name, mode in zip(WEIGHTS, ("rl", "sft", "opd"), strict=True):
-        modes |= {mode} if name in sample and sample[name][sample.loss_mask].any() else set()
-    needs = [name for name, of in ALL_OR_NONE.items() if modes & set(of) and name in PRIME_RL_HOLDS]
-    return needs if sample.loss_tokens else []
-
-
-def _fits(sample: Sample, lost: Lost) -> bool:
-    kept = sample.get("sampling_mask")
-    beyond = kept is not None and len(kept.values) and int(kept.values.max()) >= 2**31
-    lost.left_out.update(["sampling masks with ids from 2**31 on"] if beyond else [])
-    return not beyond
-
-
-def _for_prime_rl(sample: Sample, lost: Lost) -> Sample:
-    lost.columns(sample, held=PRIME_RL_HOLDS)
-    dropped = [name for name in sample.columns if name not in PRIME_RL_HOLDS]
-    known = {name: None for name in dropped if name not in sample.own}
-    return sample.replace(**known, columns=dict.fromkeys(sample.own)) if dropped else sample
-
-
 def _plain(read: Callable[[Place, Lost], Iterator[Sample]]) -> Read:
     return lambda place, lost, options: read(place, lost)  # noqa: ARG005
 
@@ -321,8 +254,8 @@ FORMATS = {
             name="frames",
             summary="Penstock frames, one per group: the neutral form, holds everything",
             endings=(".penstock", ".frame"),
-            read=_read_frames,
-            write=_write_frames,
+            read=_plain(read_frame_file),
+            write=_plain_writer(write_frame_file),
         ),
         FileFormat(
             name="trl",
@@ -399,7 +332,7 @@ FORMATS = {
             endings=(".bin",),
             is_folder=True,
             read=_plain(read_prime_rl),
-            write=_write_prime_rl,
+            write=lambda samples, place, lost, options, own: write_prime_rl(samples, place, lost, options),  # noqa: ARG005
         ),
     )
 }

@@ -1,19 +1,24 @@
-"""The input or output of a conversion: a file, a folder, or a standard stream."""
+"""The input or output of a conversion: a file, a folder or a standard stream, its lines of JSON, and its options."""
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import msgspec
 
 from penstock.atomic import replacing
 from penstock.errors import InvalidInput
 
 STANDARD = "-"
 MAX_LINE_BYTES = 1 << 30
+_HAS_NAN = re.compile(rb"\b(NaN|Infinity)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +73,43 @@ class Place:
             yield file
 
 
-def lines_of(file: BinaryIO, name: str) -> Iterator[tuple[str, bytes]]:
-    """Yield (`file:line`, line) for each line that is not blank. Lines count from 1."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of single formats."""
+
+    advantages: str | None = None
+    """The rule that computes advantages from a group's rewards, by name; None leaves advantages unchanged."""
+    reward_key: str | None = None
+    """For slime: which reward, if samples have several."""
+    ranks: int = 1
+    """For prime-rl: data ranks of the trainer."""
+    seq_len: int | None = None
+    """For prime-rl: tokens per micro-batch; default: the longest sample of a step."""
+    samples_per_step: int | None = None
+    """For prime-rl: samples per step; default: all in one step."""
+    first_step: int = 1
+    """For prime-rl: number of the first step."""
+
+
+def json_lines(place: Place, *, nan: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (`file:line`, object) for each line that is not blank. Lines count from 1. `nan` as in `json_object`."""
     number = 0
-    while line := file.readline(MAX_LINE_BYTES):
-        number += 1
-        if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-            raise InvalidInput(f"{name}:{number}: longer than {MAX_LINE_BYTES} bytes; one record is one line")
-        if line.strip():
-            yield f"{name}:{number}", line
+    with place.reading() as file:
+        while line := file.readline(MAX_LINE_BYTES):
+            number += 1
+            where = f"{place.name}:{number}"
+            if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                raise InvalidInput(f"{where}: longer than {MAX_LINE_BYTES} bytes; one record is one line")
+            if line.strip():
+                yield where, json_object(line, where, nan=nan)
+
+
+def json_object(text: bytes, where: str, *, nan: bool = False) -> dict[str, Any]:
+    """Parse text that must be one JSON object. `nan` also takes NaN and Infinity, which Python's json writes."""
+    try:
+        record = json.loads(text) if nan and _HAS_NAN.search(text) else msgspec.json.decode(text)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise InvalidInput(f"{where}: not JSON ({error}); each line must be one object") from None
+    if not isinstance(record, dict):
+        raise InvalidInput(f"{where}: a {type(record).__name__}; each line must be one object")
+    return record

@@ -1,4 +1,4 @@
-"""Read Penstock's own runs and token exports as samples, for `penstock convert`.
+"""Read Penstock's own files as samples, for `penstock convert`: frames, runs and token exports. Writes frames.
 
 a run's folder      every group that the plane still has, in order of arrival, as it was put: waiting, trained,
                     dropped, quarantined and evaluation groups; also while the plane is running
@@ -7,7 +7,7 @@ a token export      the samples that were trained, from JSON lines or Parquet wr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from penstock.arrays import TOKEN_COLUMNS, Cells, ImageSpan, Ragged, Sample
 from penstock.errors import InvalidInput, PenstockError
+from penstock.frames import read_frames, write_frames
 from penstock.integrations.formats.file_or_stream import Place
 from penstock.integrations.formats.lost import Lost
 from penstock.log import is_run
@@ -24,6 +25,22 @@ from penstock.view import OF_SAMPLE, TABLE, Record, Skipped, read_file
 
 _OF_BATCH = {column.name: column.attribute for column in TABLE if column.source == "batch"}
 _DERIVED = ("position_ids",)
+
+
+# ------------------------------------------------------------------ frames
+
+
+def read_frame_file(place: Place, lost: Lost) -> Iterator[Sample]:  # noqa: ARG001 - nothing is lost
+    """Yield the samples of a file of frames."""
+    with place.reading() as file:
+        for frame in read_frames(file, name=place.name):
+            yield from frame
+
+
+def write_frame_file(samples: Iterable[Sample], place: Place, lost: Lost) -> None:  # noqa: ARG001 - nothing is lost
+    """Write one frame per group."""
+    with place.writing() as file:
+        write_frames(file, samples)
 
 
 # ------------------------------------------------------------------ runs

@@ -16,19 +16,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from penstock.arrays import WEIGHTS, Array, ImageSpan, Ragged, Sample, offsets_of
+from penstock.arrays import ALL_OR_NONE, WEIGHTS, Array, ImageSpan, Ragged, Sample, offsets_of
 from penstock.atomic import replacing
+from penstock.capture import located
 from penstock.errors import CorruptFile, InvalidInput
-from penstock.integrations.formats.file_or_stream import Place
+from penstock.integrations.formats.file_or_stream import Options, Place
 from penstock.integrations.formats.lost import Lost
-from penstock.packing import MicroBatch, StepOfRank
+from penstock.packing import MicroBatch, StepOfRank, pack
 
 MAX_FILE_BYTES = 4 << 30
 HELD = (
@@ -237,7 +238,7 @@ def steps_folder(folder: Path) -> Path:
 
 
 def files_in(path: Path) -> list[Path]:
-    """List the files of a folder of steps or of one step, by step and rank; or the file itself."""
+    """List the files of a folder of steps or of one step, by step and rank. A file is its own list."""
     if not path.is_dir():
         return [path]
     path = steps_folder(path)
@@ -281,10 +282,8 @@ def samples_of(batch: PrimeBatch, *, where: str, name: str) -> Iterator[Sample]:
         trace = batch.trace_ids[i] if batch.trace_ids and i < len(batch.trace_ids) else ""
         if not trace and not batch.env_names[a] and not any(batch.loss_mask[a:b]):
             continue  # padding, or a dummy
-        try:
+        with located(f"{where} sequence {i}"):
             yield _sample(arrays, slice(a, end), env=batch.env_names[a], id=trace or f"{name}/{i}")
-        except InvalidInput as error:
-            raise InvalidInput(f"{where} sequence {i}: {error}") from None
 
 
 def _arrays(batch: PrimeBatch, where: str) -> dict[str, Any]:
@@ -336,3 +335,44 @@ def once(values: Array, mask: Array) -> Array:
     trained = values[mask] if mask.any() else values
     one = trained[:1].reshape(())
     return one if bool((trained == one).all() and ((values == one) | (values == 0))[~mask].all()) else values
+
+
+# ------------------------------------------------------------------ files of samples
+
+
+def write_prime_rl(samples: Iterable[Sample], place: Place, lost: Lost, options: Options) -> None:
+    """Write steps of packed micro-batches into the folder that the trainer polls."""
+    rows = (sample for sample in samples if lost.keeps(sample, needs=_columns_to_train(sample)) and _fits(sample, lost))
+    number = options.first_step
+    while batch := list(islice(rows, options.samples_per_step)):
+        held = [_for_prime_rl(sample, lost) for sample in batch]
+        longest = max(sample.num_tokens for sample in held)
+        step = pack(held, ranks=options.ranks, seq_len=options.seq_len or longest)
+        for rank in step.ranks:
+            if (steps_folder(place.path) / f"step_{number}" / f"rank_{rank.rank}.bin").exists():
+                raise InvalidInput(f"{place.name}/step_{number}: already exists; pass --first-step, or another folder")
+            PrimeRlWriter(place.path, rank=rank.rank).write(rank, number=number)
+        number += 1
+
+
+def _columns_to_train(sample: Sample) -> list[str]:
+    """Return the columns a sample needs for training: by its mode, and by its own weights."""
+    modes = {sample.mode}
+    for name, mode in zip(WEIGHTS, ("rl", "sft", "opd"), strict=True):
+        modes |= {mode} if name in sample and sample[name][sample.loss_mask].any() else set()
+    needs = [name for name, of in ALL_OR_NONE.items() if modes & set(of) and name in HELD]
+    return needs if sample.loss_tokens else []
+
+
+def _fits(sample: Sample, lost: Lost) -> bool:
+    kept = sample.get("sampling_mask")
+    beyond = kept is not None and len(kept.values) and int(kept.values.max()) >= 2**31
+    lost.left_out.update(["sampling masks with ids from 2**31 on"] if beyond else [])
+    return not beyond
+
+
+def _for_prime_rl(sample: Sample, lost: Lost) -> Sample:
+    lost.columns(sample, held=HELD)
+    dropped = [name for name in sample.columns if name not in HELD]
+    known = {name: None for name in dropped if name not in sample.own}
+    return sample.replace(**known, columns=dict.fromkeys(sample.own)) if dropped else sample

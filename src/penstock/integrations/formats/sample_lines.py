@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -31,15 +30,15 @@ from penstock.arrays import (
     Sample,
     own_of,
 )
+from penstock.capture import located
 from penstock.errors import InvalidInput
 from penstock.extras import require
-from penstock.integrations.formats.file_or_stream import Place, lines_of
+from penstock.integrations.formats.file_or_stream import Place, json_lines
 from penstock.integrations.formats.lost import Lost
 
 _FIELDS = (*TEXT_COLUMNS, "policy_version", "images", "columns")
 _IMAGE_FIELDS = ImageSpan.__struct_fields__
 _DESCRIPTIONS = dict[str, Description]
-_HAS_NAN = re.compile(rb"\b(NaN|Infinity)\b")
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
@@ -56,24 +55,9 @@ def read_lines(place: Place, lost: Lost) -> Iterator[Sample]:
 
     A sample without an id is named by its file and line.
     """
-    with place.reading() as file:
-        for where, line in lines_of(file, place.name):
-            record = json_object(line, where)
-            try:
-                yield _sample({"id": f"{place.short}:{where.rpartition(':')[2]}", **record}, lost)
-            except InvalidInput as error:
-                raise InvalidInput(f"{where}: {error}") from None
-
-
-def json_object(line: bytes, where: str, *, nan: bool = False) -> dict[str, Any]:
-    """Parse a line that must be one JSON object. `nan` also takes NaN and Infinity, which Python's json writes."""
-    try:
-        record = json.loads(line) if nan and _HAS_NAN.search(line) else msgspec.json.decode(line)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise InvalidInput(f"{where}: not JSON ({error}); each line must be one object") from None
-    if not isinstance(record, dict):
-        raise InvalidInput(f"{where}: a {type(record).__name__}; each line must be one object")
-    return record
+    for where, record in json_lines(place):
+        with located(where):
+            yield _sample({"id": f"{place.short}:{where.rpartition(':')[2]}", **record}, lost)
 
 
 def _line(sample: Sample) -> Iterator[bytes]:

@@ -29,6 +29,7 @@ from penstock.arrays import (
     offsets_of,
     table_with,
 )
+from penstock.capture import located
 from penstock.errors import CorruptFile, InvalidInput, PenstockError
 from penstock.extras import require
 from penstock.integrations.formats.file_or_stream import Place
@@ -198,10 +199,8 @@ def _rows(table: pa.Table, own: Own, place: Place, first: int) -> Iterator[Sampl
         text = {name: values[i] for name, values in facts.items() if name != "images" and values[i] is not None}
         text.setdefault("id", f"{place.short}:{first + i}")
         declared = {column: given.pop(name) for name, column in own.items() if name in given}
-        try:
+        with located(f"{place.name} row {first + i}"):
             yield Sample(**{"token_ids": (), **given}, **text, images=_images(facts, i), columns=declared)
-        except InvalidInput as error:
-            raise InvalidInput(f"{place.name} row {first + i}: {error}") from None
 
 
 def _images(facts: dict[str, list[Any]], i: int) -> list[ImageSpan]:

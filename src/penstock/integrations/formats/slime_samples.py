@@ -21,10 +21,18 @@ import msgspec
 import numpy as np
 
 from penstock.arrays import COLUMNS, TEXT_COLUMNS, Array, Ragged, Sample, coerce
-from penstock.capture import Trajectory, numbers_of, optional_list, optional_mapping, required, sampling_mask_of
+from penstock.capture import (
+    Trajectory,
+    located,
+    numbers_of,
+    optional_list,
+    optional_mapping,
+    required,
+    sampling_mask_of,
+)
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.extras import require
-from penstock.integrations.formats.file_or_stream import Place, lines_of
+from penstock.integrations.formats.file_or_stream import Place, json_lines
 from penstock.integrations.formats.lost import Lost
 from penstock.integrations.formats.responses import (
     behind_prompt,
@@ -33,7 +41,6 @@ from penstock.integrations.formats.responses import (
     prompt_length,
     to_trajectory,
 )
-from penstock.integrations.formats.sample_lines import json_object
 
 HELD = (
     *("token_ids", "loss_mask", "logprobs", "rewards", "teacher_logprobs", "sampling_mask", "routed_experts"),
@@ -211,9 +218,7 @@ def read_slime(place: Place, lost: Lost, reward_key: str | None = None) -> Itera
         records = ((f"{place.name} samples[{i}]", record) for i, record in enumerate(loaded["samples"]))
         yield from _read(records, place, loaded.get("rollout_id"), reward_key, lost)
         return
-    with place.reading() as file:
-        lines = ((where, json_object(line, where)) for where, line in lines_of(file, place.name))
-        yield from _read(lines, place, None, reward_key, lost)
+    yield from _read(json_lines(place), place, None, reward_key, lost)
 
 
 def _read(
@@ -221,10 +226,8 @@ def _read(
 ) -> Iterator[Sample]:
     number = rollout if isinstance(rollout, int) else None
     for i, (where, record) in enumerate(records):
-        try:
+        with located(where):
             yield from_slime(record, reward_key=key, rollout=number, id=f"{place.short}:{i}", lost=lost)
-        except InvalidInput as error:
-            raise InvalidInput(f"{where}: {error}") from None
 
 
 def _load(place: Place) -> dict[str, Any]:

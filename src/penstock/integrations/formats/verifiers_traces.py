@@ -11,12 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.arrays import Sample
-from penstock.capture import field_of, from_verifiers, is_silent, optional_list
+from penstock.capture import field_of, from_verifiers, is_silent, located, optional_list
 from penstock.convert import to_samples
-from penstock.errors import InvalidInput
-from penstock.integrations.formats.file_or_stream import Place, lines_of
+from penstock.integrations.formats.file_or_stream import Place, json_lines
 from penstock.integrations.formats.lost import Lost
-from penstock.integrations.formats.sample_lines import json_object
 
 SAMPLE = "penstock_sample"
 """Key in a trace's `info`: the prefix of its samples' ids."""
@@ -24,14 +22,10 @@ SAMPLE = "penstock_sample"
 
 def read_traces(place: Place, lost: Lost) -> Iterator[Sample]:
     """Yield the samples of all traces that are trained, in the order of the file."""
-    with place.reading() as file:
-        for where, line in lines_of(file, place.name):
-            episode = json_object(line, where)
-            try:
-                for trace in [episode] if "nodes" in episode else optional_list(episode, "traces", "episode"):
-                    yield from _samples(episode, trace, lost)
-            except InvalidInput as error:
-                raise InvalidInput(f"{where}: {error}") from None
+    for where, episode in json_lines(place):
+        with located(where):
+            for trace in [episode] if "nodes" in episode else optional_list(episode, "traces", "episode"):
+                yield from _samples(episode, trace, lost)
 
 
 def _samples(episode: dict[str, Any], trace: Any, lost: Lost) -> list[Sample]:

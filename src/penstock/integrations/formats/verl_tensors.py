@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from penstock.arrays import Array, Sample
+from penstock.capture import located
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.extras import require
 from penstock.integrations.formats.file_or_stream import Place
@@ -165,7 +166,7 @@ def _filled(sample: Sample, name: str) -> Array:
 
 
 def _scores(sample: Sample) -> Array:
-    """Return a single reward on the last token; rewards per token as they are."""
+    """Return [T] scores: a single reward on the last token, rewards per token unchanged."""
     rewards: Array = sample["rewards"]
     if rewards.ndim:
         return rewards
@@ -215,15 +216,13 @@ def _row(fields: Mapping[str, Any], i: int, where: str) -> Sample:
         columns["routed_experts"] = _cells(fields["routed_experts"], i)[first : width + count]
     facts: dict[str, Any] = {ours: str(fields[name][i]) for name, ours in _TEXT.items() if name in fields}
     version = int(_cells(fields[_VERSION], i)) if _VERSION in fields else -1
-    try:
+    with located(at):
         return Sample(
             **{"id": f"{facts.get('group', '')}/{i}", **facts},
             policy_version=None if version < 0 else version,
             token_ids=np.concatenate([prompt[first:], response[along]]),
             **columns,
         )
-    except InvalidInput as error:
-        raise InvalidInput(f"{at}: {error}") from None
 
 
 def _attention(fields: Mapping[str, Any], i: int, count: int, where: str) -> Array:
@@ -250,7 +249,7 @@ def _once(values: Array | None, mask: Array) -> Array | None:
 
 
 def _reward(scores: Array) -> Array:
-    """Return the single reward of a row, on whichever token it is; scores per token if there are several."""
+    """Return the single reward of a row, whichever token it is on, or all scores if there are several."""
     found = np.flatnonzero(scores)
     return scores if len(found) > 1 else scores[found[0] if len(found) else -1].reshape(())
 

@@ -1,4 +1,4 @@
-"""`ExportTokens`: what TRL's synchronous `GRPOTrainer` did with every token, for the viewer. Needs no plane.
+"""`ExportTokens`: export what TRL's synchronous `GRPOTrainer` did with every token, for the viewer. Needs no plane.
 
     trainer = GRPOTrainer(...)
     trainer.add_callback(ExportTokens(trainer, "runs/x"))
@@ -44,9 +44,9 @@ class ExportTokens(TrainerCallback):  # type: ignore[misc]
         self.exporter = TokenExporter(folder, rank=rank, world=world, **settings)
         self._computed: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._rewards: list[float] = []
-        """Of the last generation, over all ranks."""
+        """Rewards of the last generation, over all ranks."""
         self._first = self._generation = 0
-        """Of the last generation: its first row on this rank, and the step it was made at."""
+        """First row of the last generation on this rank, and the step it was made at."""
         self._generate = trainer._generate_and_score_completions
         self._logps = trainer._get_per_token_logps_and_entropies
         self._loss = trainer.compute_loss

@@ -1,10 +1,10 @@
-"""Puts what TRL's own rollout worker generates at a plane: reward functions, tools and environments stay TRL's.
+"""Puts what TRL's own rollout worker generates into a plane. Reward functions, tools and environments stay TRL's.
 
 TRL's worker generates and scores in a child process and sends single samples to the trainer. Four things are added to
 that child (`ChildLoop`), all of them around TRL's own loop:
 
     a group is sent as one item        so that it is put complete, however many rows its conversations forked into
-    prompts that were put are skipped  and counted on, so group ids never repeat, over restarts too
+    prompts that were put are skipped  and numbering continues, so group ids never repeat, also after a restart
     it waits before it generates       if as many samples wait as `queue_maxsize` allows; TRL's own loop waits
                                        afterwards, with finished groups in memory, which a crash would lose
     it ends with the trainer           TRL's child goes on generating after a `kill -9` of its parent
@@ -125,7 +125,7 @@ def _end_with_parent() -> None:
 
 
 class Rollouts:
-    """Runs TRL's worker and puts its groups at a plane. `fail` is called with an error that ends this."""
+    """Runs TRL's worker and puts its groups into a plane. `fail` is called with an error that ends this."""
 
     def __init__(self, worker: AsyncRolloutWorker, plane: Plane, fail: Callable[[BaseException], None]) -> None:
         self._worker, self._plane, self._fail = worker, plane, fail

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.arrays import WEIGHTS, RolloutInfo, Sample, check_metrics, read_rollout
-from penstock.capture import field_of, number_of, optional_mapping, required
+from penstock.capture import field_of, located, number_of, optional_mapping, required
 from penstock.errors import InvalidInput
 from penstock.extras import require
-from penstock.integrations.formats.file_or_stream import Place, lines_of
+from penstock.integrations.formats.file_or_stream import Place, json_lines
 from penstock.integrations.formats.lost import Lost
 from penstock.integrations.formats.responses import one_number
-from penstock.integrations.formats.sample_lines import json_object
 
 if TYPE_CHECKING:
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
@@ -96,13 +95,9 @@ def rollout_fields(sample: Sample, group_id: int) -> dict[str, Any]:
 
 def read_trl(place: Place, lost: Lost) -> Iterator[Sample]:
     """Yield the samples of JSON lines, named by their group and their number in the file."""
-    with place.reading() as file:
-        for number, (where, line) in enumerate(lines_of(file, place.name)):
-            record = json_object(line, where, nan=True)
-            try:
-                yield from_trl(record, id=f"{record.get('group_id', '')}/{number}", lost=lost)
-            except InvalidInput as error:
-                raise InvalidInput(f"{where}: {error}") from None
+    for number, (where, record) in enumerate(json_lines(place, nan=True)):
+        with located(where):
+            yield from_trl(record, id=f"{record.get('group_id', '')}/{number}", lost=lost)
 
 
 def _trained_differently(sample: Sample) -> str | None:

@@ -3,7 +3,7 @@
 `register()` adds the backend "Penstock" to TransferQueue in this process. Every process of a job needs it: use Ray's
 `worker_process_setup_hook`. In verl it happens by itself (`verl_plugin.py`). Each process writes and reads the storage
 itself, see `journal.py`. TransferQueue's controller, which is in memory, knows which keys exist and where their columns
-are. `restore()` tells a new controller after a crash.
+are. After a crash `restore()` gives this to a new controller.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _LAST_PUT: ContextVar[Any] = ContextVar("penstock_last_put", default=None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What `restore` told the controller."""
+    """What `restore` restored in the controller."""
 
     keys: int
     columns: int
@@ -94,7 +94,7 @@ def restore() -> Restored:
 
 
 def _extend(client: Any) -> None:
-    """Tell the storage manager of two calls that TransferQueue's client makes to the controller alone."""
+    """Report two calls to the storage manager that TransferQueue's client makes to the controller only."""
     set_tags, load = client.async_set_custom_meta, client.async_load_controller_checkpoint
 
     @functools.wraps(set_tags)
@@ -246,7 +246,7 @@ class _Storage:
         return keys, (self.journal.epoch, found.timestamp)
 
     async def restore(self) -> Restored:
-        """Make the controller know what the journal does, and nothing else. Then delete what is not needed any more."""
+        """Make the controller know exactly what the journal knows. Then delete what is no longer needed."""
         journal = self.journal
         history = await asyncio.to_thread(read_history, journal.storage)
         for partition, keys in history.rows.items():
@@ -269,7 +269,7 @@ class _Storage:
         return found
 
     async def _announce(self, partition: str, keys: dict[str, Kept]) -> None:
-        """Tell the controller of keys: their tags, and where their columns are."""
+        """Give the controller keys with their tags, and where their columns are."""
         found = await self.ask(
             "KV_RETRIEVE_META", "KV_RETRIEVE_META_RESPONSE", keys=list(keys), partition_id=partition, create=True
         )

@@ -147,7 +147,7 @@ def places_of(location: str, front_size: int, columns: dict[str, Cell]) -> dict[
 
 
 def begin(storage: KeptStorage) -> int:
-    """Take a storage for a job that starts. Returns the number of this start; processes of earlier ones are fenced."""
+    """Take a storage for a new job. Returns the number of this start. Fences processes of earlier starts."""
     for _ in range(_ATTEMPTS):
         old, found = storage.marker(), read_marker(storage)
         if found is None and storage.segments():
@@ -216,7 +216,7 @@ class Journal:
         return done
 
     def _flush(self) -> None:
-        """Write all that is pending. Called once per write; what an earlier call took along is not there any more."""
+        """Write all that is pending. Called once per write. An earlier call may have written it already."""
         with self._lock:
             pending, self._pending = self._pending, []
         for is_note, writer in ((False, self._rows), (True, self._notes)):
@@ -225,7 +225,7 @@ class Journal:
                 continue
             try:
                 locations = iter(writer.write([frame for frames, _ in own for frame in frames]))
-            except Exception as error:  # noqa: BLE001 - whoever waits for the write gets it
+            except Exception as error:  # noqa: BLE001 - raised where the write is awaited
                 for _, done in own:
                     done.set_exception(error)
                 continue
@@ -291,7 +291,7 @@ class Found:
     front: Front
     front_size: int
     body: bytes
-    """Of a snapshot; of others it is not read."""
+    """Of a snapshot. Bodies of other frames are not read."""
 
 
 @dataclass(slots=True)
@@ -299,7 +299,7 @@ class History:
     """All frames of a journal, and the state that they lead to."""
 
     segments: dict[str, list[Found]]
-    """Segment -> its frames. Those that were deleted are not there any more."""
+    """Segment -> its frames, without deleted ones."""
     damaged: list[str]
     """Broken pieces: where, and why. A process that was killed while it wrote may leave one at the end of a segment."""
     rows: Rows = field(default_factory=dict)
@@ -342,8 +342,8 @@ class History:
         return {place.split(" ", 1)[0] for one in kept for place in one.columns.values()} | self.keyless
 
     def dead(self, before: int) -> list[str]:
-        """Name what can be deleted once a snapshot is written: rows that do not exist, and segments that hold nothing
-        else, of jobs before the given start.
+        """Return what of earlier jobs than the given start can be deleted once a snapshot is written: rows that do not
+        exist, and segments that hold nothing else.
 
         A segment without frames is named only if a clear in an earlier job deleted rows of it. Any other may be one
         that a process of this job has just created.

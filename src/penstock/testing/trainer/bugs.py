@@ -183,7 +183,7 @@ def _first_ones(ids: NDArray[np.int64]) -> Mask:
 
 
 def _only(row: Row, kept: Callable[[int, int], bool]) -> Row:
-    """Keep the samples of a row for which `kept(index, count)`; counts those that train something."""
+    """Keep the samples of a row for which `kept(index, count)`. Only samples that train something are counted."""
     mask, samples = row.mask.copy(), [(a, b) for a, b in row.samples if row.mask[a:b].any()]
     for place, (a, b) in enumerate(samples):
         mask[a:b] &= kept(place, len(samples))
@@ -239,14 +239,14 @@ def _restarted(row: Row) -> NDArray[np.int64]:
 
 
 def _from_falls(row: Row) -> Row:
-    """Boundaries where positions fall: a sample of one token has none behind it."""
+    """Put boundaries where positions fall. They do not fall after a sample of one token, so it gets none."""
     positions = row.columns["position_ids"]
     edges = [0, *(np.flatnonzero(np.diff(positions) < 0) + 1).tolist(), row.size]
     return replace(row, bounds=tuple(itertools.pairwise(edges)))
 
 
 def _moved_bounds(row: Row, by: int) -> Row:
-    """Sequences begin some tokens late or early; the first and the last edge stay."""
+    """Move the start of every sequence but the first. The last edge stays."""
     edges = [0, *(min(max(b + by, 0), row.size) for _, b in row.bounds[:-1]), row.size]
     return replace(row, bounds=tuple(pair for pair in itertools.pairwise(edges) if pair[0] < pair[1]), across=True)
 

@@ -32,7 +32,7 @@ Gradients: TypeAlias = Mapping[str, Any] | Sequence[Any]
 StepFunction: TypeAlias = Callable[[PackedStep], tuple[Any, Gradients]]
 """Trains on a step of all ranks. Returns the loss and the gradients as the optimizer would get them."""
 RankFunction: TypeAlias = Callable[[Step, int], tuple[Any, Gradients]]
-"""Trains on one rank's part of a step; the second argument is the number of ranks. Returns the value that backward was
+"""Trains on one rank's part of a step. The second argument is the number of ranks. Returns the value that backward was
 called on, and its gradients."""
 
 NOT_SEEN = (
@@ -57,7 +57,7 @@ class Report:
     steps: int
     """Steps that were trained."""
     noise: float
-    """Relative difference between repetitions of one step; 0 for a trainer that repeats itself."""
+    """Relative difference between repetitions of one step. 0 for a deterministic trainer."""
     compared_with: Literal["reference", "itself"]
     not_seen: tuple[str, ...]
     """Classes of bugs that this check cannot see."""
@@ -154,7 +154,7 @@ def _check_with_reference(step_fn: StepFunction, reference: Reference, loss: Any
         special_ids=samples.special,
         loss=loss,
     )
-    # What is left to chance comes first: the rest may follow from it.
+    # Findings about randomness come first: the others may follow from it.
     later = noise.later(runner, allowed, rerun(measured))
     findings = [*noise.findings, *later, *(one for one in judge.findings() if one.known or not later)]
     if not findings:

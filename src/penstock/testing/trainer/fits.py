@@ -95,7 +95,7 @@ def _factors(measured: Sequence[Measured]) -> Iterator[Hypothesis]:
 
 
 def _parts(simulator: Simulator, measured: Sequence[Measured]) -> Iterator[Hypothesis]:
-    """Tokens of one sign count more or less; a KL with trainer and reference swapped."""
+    """Tokens of one sign count more or less, or trainer and reference are swapped in the KL."""
     changes: dict[str, tuple[str, str, Callable[[Columns, Vector, Vector], Vector]]] = {
         "negative": (
             "negative advantages count {:.3g} times",

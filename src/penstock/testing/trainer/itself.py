@@ -1,9 +1,9 @@
 """Compares a trainer with itself, where model or loss are not known.
 
-experiments   what must not matter is changed (a later token, a column where nothing is trained), and what must
-              (the token itself, the one before it, the temperature, the sign of the advantage)
-sums          every token is first trained alone. The gradient of a sample, a row, a step on several ranks has to be
-              the weighted mean of these, and the bugs of the catalogue are simulated on them
+experiments   change what must not matter (a later token, a column where nothing is trained) and what must (the token
+              itself, the one before it, the temperature, the sign of the advantage)
+sums          train every token alone. The gradient of a sample, a row or a step on several ranks has to be the weighted
+              mean of these, and the bugs of the catalogue are simulated on them
 """
 
 # ruff: noqa: ARG002   (functions of one kind have one signature, whether or not they need all of it)
@@ -25,7 +25,7 @@ from penstock.testing.trainer.simulated import Columns, Fix, Simulator, spans_of
 
 
 class Units:
-    """The gradient of each token of the samples, trained alone: stands in for a model."""
+    """The gradient of each token of the samples, trained alone. Takes the place of a model."""
 
     def __init__(self, run: Run, samples: Samples, flat: Flat) -> None:
         self._run, self._samples, self.flat = run, samples, flat
@@ -57,7 +57,7 @@ class Units:
         return total
 
     def push(self, columns: Columns, logprobs: Vector, entropies: Vector) -> tuple[Vector, None]:
-        """Return 1 for each token, or how often its advantage was multiplied; NaN where that is not known."""
+        """Return 1 for each token, or the factor on its advantage, or NaN where that is unknown."""
         unknown = np.full(len(logprobs), np.nan)
         sequence = Sequence1(
             token_ids=columns["token_ids"], positions=columns["position_ids"], temperatures=columns["temperatures"]
@@ -244,7 +244,7 @@ def _untrained(lab: _Lab, units: Units) -> Iterator[Finding]:
 
 
 def _common(zero: Sequence[tuple[Sample, int, float]], units: Units, long: Sample) -> str:
-    """Say what tokens without a gradient have in common."""
+    """Describe what tokens without a gradient have in common."""
     first = min(token for _, token, _ in zero)
     before = [token for token in np.flatnonzero(long.loss_mask).tolist() if token < first]
     if all(sample is long for sample, _, _ in zero) and all(np.any(units.unit(long, token)) for token in before):

@@ -1,4 +1,4 @@
-"""Finds the bugs that explain what a trainer did: simulate each of the catalogue, keep the one that fits.
+"""Finds the bugs that explain what a trainer did: simulates each bug of the catalogue and keeps the one that fits.
 
 Steps are explained in order: one sample alone, with padding, in a row, in micro-batches, on ranks. A bug has to predict
 every step up to the first one that is wrong, and of those that do, the one that predicts most of the others is named.
@@ -95,7 +95,7 @@ class Judge:
         return known
 
     def _broken(self) -> list[Measured]:
-        """Take out and return the steps whose gradient is not finite."""
+        """Remove the steps whose gradient is not finite, and return them."""
         broken = [one for one in self._measured if not np.isfinite(one.gradient).all()]
         self._measured = [one for one in self._measured if np.isfinite(one.gradient).all()]
         return broken
@@ -220,8 +220,8 @@ class Judge:
         return all(abs(found - right) <= self._tolerance * max(abs(right), 1e-3) for found, right in pairs)
 
     def _experiment(self, other: bool) -> tuple[str, str] | None:
-        """Change tokens that must not matter, and tokens that must. `other` says that the forward pass is another one:
-        if not, a later token matters because it is trained."""
+        """Change tokens that must not matter, and tokens that must. `other` tells that the forward pass is not the
+        model's. If it is, a later token matters only because it is trained."""
         one = next(one for one in self._measured if one.probe.samples[0].id == "plain")  # ..##..
         sample, length = one.probe.samples[0], max(float(np.linalg.norm(one.gradient)), 1e-300)
         later = float(np.linalg.norm(self._train(_other_id(sample, -1)) - one.gradient)) / length
@@ -253,7 +253,7 @@ class Judge:
         )
 
     def _tokens(self, one: Measured) -> tuple[str, bool]:
-        """Describe which tokens of one sample have a wrong part in the gradient, and say whether none has."""
+        """Describe which tokens of one sample have a wrong part in the gradient. Returns True as well if none has."""
         row = self._simulator.rows(one.probe.step)[0][0]
         units = np.stack([self._simulator.unit(row, token) for token in range(1, row.size)])
         expected = np.where(row.mask, 1.0, 0.0)[1:]

@@ -1,6 +1,6 @@
-"""Trains the probes of `penstock.testing.trainer`, and sets what comes out beside what should.
+"""Trains the probes of `penstock.testing.trainer` and compares the gradients with the expected ones.
 
-What is random is separated from what is wrong first: the same step is trained several times.
+The same step is trained several times first, to tell what is random from what is wrong:
 
 1, 2, 3 times the first gradient        gradients are not cleared
 every time further away                 weights move, or something remembers earlier steps

@@ -1,6 +1,6 @@
 """The reference of `penstock.testing.trainer`: log-probabilities of one sequence, and their gradients, in float64.
 
-It has nothing in common with a trainer: no rows, no packing, no padding, no micro-batches, no shift over a boundary. A
+It shares nothing with a trainer: no rows, no packing, no padding, no micro-batches, no shift over a boundary. Each
 sequence goes through the user's own forward pass alone. `pull` multiplies the gradients of its log-probabilities with
 coefficients, so the gradient of any loss is `pull(sequence, d loss / d logprobs)`.
 """
@@ -24,7 +24,7 @@ Forward: TypeAlias = Callable[[Any, Any, Any], Any]
 """model, token_ids [T], position_ids [T] -> logits [T, V] of one sequence, without padding."""
 
 _LARGEST = 4096
-"""Values of a gradient that are compared. A longer one is added up into so many, with random signs."""
+"""Number of values of a gradient that are compared. A longer one is summed into this many, with random signs."""
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_model.model.")
 
 
@@ -116,7 +116,7 @@ class Reference:
         self._pulls: dict[bytes, int] = {}
 
     def logprobs(self, sequence: Sequence1) -> Vector:
-        """[T] of every token; the first ones, without a prediction, have that of a uniform model."""
+        """Return [T] log-probabilities. First tokens, which nothing predicts, have that of a uniform model."""
         return np.array(self._graph(sequence)[0].detach().numpy(), np.float64)
 
     def entropies(self, sequence: Sequence1) -> Vector:
@@ -141,11 +141,11 @@ class Reference:
         return self._backward(self._graph(sequence)[1], coefficients)
 
     def weights(self) -> Vector:
-        """The parameters themselves: weight decay adds a multiple of them."""
+        """Return the parameters: weight decay adds a multiple of them."""
         return self.flat({n: p.detach().numpy().astype(np.float64) for n, p in self._parameters.items()})
 
     def rounded(self) -> Reference:
-        """The same model with weights that were rounded to bfloat16: tells how large the effect of rounding is."""
+        """Return the model with weights rounded to bfloat16, to see how large the effect of rounding is."""
         torch = self._torch
         other = copy.copy(self)
         other._model = copy.deepcopy(self._model)

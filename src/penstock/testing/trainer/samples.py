@@ -30,7 +30,7 @@ STAGES = {
     "micro-batches": "several micro-batches",
     "ranks": "several ranks",
 }
-"""In the order in which they are explained: a bug in one sample shows in all."""
+"""In the order in which they are explained: a bug in a single sample shows in all stages."""
 
 _NEAR = (0.93, 1.07, 0.97, 1.12, 0.86)
 """Ratios that no loss clips."""
@@ -40,7 +40,7 @@ _JUNK = 7.0
 """Advantage at untrained tokens of samples whose advantages differ by token."""
 
 Logprobs = Callable[[NDArray[np.int64], NDArray[np.float64]], NDArray[np.float64]]
-"""token ids, temperatures -> log-probabilities of a sequence under the trainer's model, as good as they are known."""
+"""token ids, temperatures -> log-probabilities of a sequence under the trainer's model, or an estimate of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Shape:
     temperatures: Sequence[float] = ()
     """Cycle, for all tokens."""
     special: int | None = None
-    """A special id that is in it: in a span, at the end of it, and again later."""
+    """A special id to put in: inside a span, at its end, and again later."""
 
 
 SHAPES = {
@@ -103,7 +103,7 @@ class Options:
 
 
 class Samples:
-    """Makes the samples of `SHAPES` for a vocabulary, from log-probabilities that make the ratios come true."""
+    """Makes the samples of `SHAPES` for a vocabulary, with sampler log-probabilities that give the wanted ratios."""
 
     def __init__(self, logprobs: Logprobs, options: Options) -> None:
         self._logprobs, self._vocabulary, self._columns = logprobs, options.vocabulary, options.columns

@@ -1,6 +1,6 @@
 """A simulated trainer: the gradient of a step as a right trainer would compute it, and as a wrong one would.
 
-    rows       a micro-batch becomes arrays; a bug may change any of them, or where a sample begins
+    rows       a micro-batch becomes arrays. A bug may change any of them, or where a sample begins
     passes     every sample goes through the reference alone: log-probabilities, and gradients on demand
     losses     d loss / d log-probability of every token, in numpy and float64
     weights    every trained token counts 1 / trained tokens of the step, or what a bug makes of that
@@ -147,7 +147,7 @@ class Hypothesis:
     by_row: bool = False
     """Whether `push` gets a row at a time, not a sample."""
     after: Callable[[Vector], Vector] | None = None
-    """Changes the gradient of the whole step."""
+    """Changes the gradient of the step."""
     after_rank: Callable[[Vector], Vector] | None = None
     """Changes the gradient of each rank, before they are averaged."""
     after_batch: Callable[[Vector], Vector] | None = None
