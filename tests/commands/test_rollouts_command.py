@@ -90,8 +90,9 @@ def test_a_run_in_which_everything_failed_ends_with_1_and_the_first_reason(
 ) -> None:
     monkeypatch.chdir(TASKSETS)
     assert main([*words(endpoint, tmp_path), *extra, "--set", "taskset.broken=true"]) == 1
-    said = capsys.readouterr().err
-    assert "the grader is down" in said and said.count("\n") == 1
+    said = capsys.readouterr().err.splitlines()  # on a slow machine, progress comes before the error
+    assert "the grader is down" in said[-1]
+    assert [line.startswith("penstock rollouts: ") for line in said] == [False] * (len(said) - 1) + [True]
     assert plane.ledger.accepted == 0 and plane.ledger.discarded["rollout failed"] >= 4
 
 
