@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import integers
 
-from tests.support.schedule import FORKED, LONG, unit_of
+from tests.support.schedule import BROWSER, FORKED, LONG, unit_of
 
 
 def test_the_fast_lane_starts_no_process(request: pytest.FixtureRequest) -> None:
@@ -35,4 +36,7 @@ def test_modules_that_start_first_or_run_together_are_there() -> None:
     tests = Path(__file__).parent
     assert {path.stem for path in tests.rglob("test_*.py")} >= LONG > FORKED
     assert {unit_of(f"{path}::test_x") for path in tests.rglob("test_*.py") if path.stem in FORKED} == {"forked"}
+    fixtures = re.compile(r"\b(page|opened|at): Any")  # of view/conftest.py
+    looking = {path.stem for path in (tests / "view").glob("test_*.py") if fixtures.search(path.read_text())}
+    assert looking == BROWSER and {unit_of(f"tests/view/{name}.py::test_x") for name in BROWSER} == {"browser"}
     assert unit_of("tests/test_a.py::TestB::test_x") == "tests/test_a.py::TestB"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from scripts.run_suite import PARTS, ROOT, SLOW_TO_IMPORT, run
+from scripts.run_suite import IN_CHECKS, PARTS, ROOT, SLOW_TO_IMPORT, run
 
 pytestmark = pytest.mark.process
 
@@ -27,5 +27,7 @@ def test_a_part_that_fails_fails_the_suite(
 
 def test_every_test_is_in_one_part() -> None:
     ignored = {word.removeprefix("--ignore=") for word in PARTS["tests"] if word.startswith("--ignore=")}
-    assert ignored == {*SLOW_TO_IMPORT} <= {*PARTS["integrations"]}
-    assert all((ROOT / path).exists() for path in SLOW_TO_IMPORT)
+    assert ignored == {*SLOW_TO_IMPORT, *IN_CHECKS} and {*SLOW_TO_IMPORT} <= {*PARTS["integrations"]}
+    assert all((ROOT / path).exists() for path in ignored)
+    checks = (ROOT / "scripts" / "check").read_text().split()
+    assert set(IN_CHECKS) <= {*checks} and PARTS["checks"][-1] == "scripts/check"

@@ -28,7 +28,7 @@ MISSPELT = {
     "reward=1.0": "rewards=1.0",
 }
 CHECKERS = {
-    "mypy": [sys.executable, "-m", "mypy", "--no-error-summary"],  # strict, with the cache of scripts/check
+    "mypy": [sys.executable, "-m", "mypy", "--no-error-summary"],  # strict; its cache is that of scripts/check
     "pyright": ["pyright", "--pythonpath", sys.executable],
 }
 

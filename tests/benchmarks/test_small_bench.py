@@ -9,6 +9,7 @@ from benchmarks import small
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.release  # 14 s of core time for the programs that test_path.py starts as well
 def test_every_process_and_part_of_a_small_group_is_measured() -> None:
     rows = small.run(full=False, progress=lambda _: None, rounds=1, cases=("tiny-text",))
     found = {row.name.removeprefix("tiny-text, "): row for row in rows}

@@ -6,10 +6,11 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import httpx
 import pytest
@@ -18,6 +19,8 @@ import penstock as ps
 from penstock.cli import main
 from penstock.client import Plane
 from penstock.demo.endpoint import Endpoint, Engine, save_model
+from tests.support.plane_processes import wait_until
+from tests.train.ranks import CONTEXT
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore")]
 TASKSETS = Path(__file__).parent.parent / "integrations" / "tasksets"
@@ -57,21 +60,45 @@ def test_groups_are_put_and_counted(
     assert json.loads(captured.out)["groups"] == 1 and captured.err == ""
 
 
+class Command:
+    """A command in a process of its own, forked from one that has imported transformers."""
+
+    def __init__(self, arguments: list[str], folder: Path, output: Path) -> None:
+        self.out, self.err = output / "out", output / "err"
+        self._process = CONTEXT.Process(target=_run_command, args=(arguments, folder, self.out, self.err))
+
+    def __enter__(self) -> Self:
+        self._process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def interrupted(self) -> tuple[int | None, str, str]:
+        """Interrupt it. Returns its exit code and what it printed."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGINT)
+        self._process.join(60)
+        return self._process.exitcode, self.out.read_text(), self.err.read_text()
+
+
+def _run_command(arguments: list[str], folder: Path, out: Path, err: Path) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    warnings.simplefilter("ignore")
+    os.chdir(folder)
+    sys.path.insert(0, "")  # as `python -m` has it
+    with out.open("w", buffering=1) as stdout, err.open("w", buffering=1) as stderr:
+        sys.stdout, sys.stderr = stdout, stderr
+        code = main(arguments)
+    os._exit(code)
+
+
 def test_an_interrupt_ends_it_with_130_and_says_what_was_put(endpoint: Endpoint, plane: Plane, tmp_path: Path) -> None:
-    program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    program += "from penstock.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-W", "ignore", "-c", program, *words(endpoint, tmp_path)]
-    with subprocess.Popen(
-        command, cwd=TASKSETS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
-    ) as process:
-        try:
-            with plane.source(rank=0) as source:
-                source.step(timeout=240)  # two groups have come
-                process.send_signal(signal.SIGINT)
-                out, err = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 130, err
+    with Command(words(endpoint, tmp_path), TASKSETS, tmp_path) as command, plane.source(rank=0) as source:
+        source.step(timeout=240)  # two groups have come
+        code, out, err = command.interrupted()
+    assert code == 130, err
     found = re.fullmatch(r"reverse-words: ([\d,]+) groups put, .*\n", out)
     assert found, out + err
     assert "Traceback" not in err
@@ -90,8 +117,9 @@ def test_a_run_in_which_everything_failed_ends_with_1_and_the_first_reason(
 ) -> None:
     monkeypatch.chdir(TASKSETS)
     assert main([*words(endpoint, tmp_path), *extra, "--set", "taskset.broken=true"]) == 1
-    said = capsys.readouterr().err
-    assert "the grader is down" in said and said.count("\n") == 1
+    said = capsys.readouterr().err.splitlines()  # on a slow machine, progress comes before the error
+    assert "the grader is down" in said[-1]
+    assert [line.startswith("penstock rollouts: ") for line in said] == [False] * (len(said) - 1) + [True]
     assert plane.ledger.accepted == 0 and plane.ledger.discarded["rollout failed"] >= 4
 
 
@@ -160,18 +188,10 @@ def test_the_endpoint_is_written_and_served_by_the_command(tmp_path: Path, capsy
         assert "use another port, or 0 for a free one" in capsys.readouterr().err
 
 
-def test_an_interrupt_ends_the_endpoint_with_130(endpoint: Endpoint) -> None:
-    program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    program += "from penstock.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-W", "ignore", "-c", program, "rollouts", "endpoint", endpoint.engine.name, "--port=0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            said = process.stdout.readline()
-            url = said.rpartition(" at ")[2].strip()
-            assert httpx.get(f"{url}/models", timeout=120).json()["data"][0]["id"] == endpoint.engine.name
-            process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 130 and "Traceback" not in err, err
+def test_an_interrupt_ends_the_endpoint_with_130(endpoint: Endpoint, tmp_path: Path) -> None:
+    with Command(["rollouts", "endpoint", endpoint.engine.name, "--port=0"], tmp_path, tmp_path) as command:
+        wait_until(lambda: command.out.exists() and command.out.read_text().endswith("\n"))
+        url = command.out.read_text().rpartition(" at ")[2].strip()
+        assert httpx.get(f"{url}/models", timeout=120).json()["data"][0]["id"] == endpoint.engine.name
+        code, _, err = command.interrupted()
+    assert code == 130 and "Traceback" not in err, err

@@ -64,9 +64,10 @@ def test_a_frame_with_anything_behind_it_is_corrupt(path: Path) -> None:
 
 
 @frame_files
-def test_every_single_bit_flip_is_noticed(path: Path) -> None:
+def test_single_bit_flips_are_noticed(path: Path) -> None:
+    """Of every byte of the first kilobyte, and of every fifth behind it: one checksum covers the body."""
     frame = path.read_bytes()
-    for position in range(len(frame)):
+    for position in (*range(min(len(frame), 1024)), *range(1024, len(frame), 5)):
         altered = bytearray(frame)
         altered[position] ^= 1 << (position % 8)
         with pytest.raises(CorruptFrame):

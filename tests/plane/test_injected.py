@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.plane.test_kill_points import _strace_works
-from tests.support.injected import TARGETS, cut_logs
+from tests.support.injected import TARGETS, cut_logs, inject
 
 pytestmark = pytest.mark.process
-
-INJECT = """
-import sys
-from pathlib import Path
-from tests.support.injected import Total, inject
-
-folder, target, error, every = sys.argv[1:]
-found = inject(Path(folder), target, error.strip("+"), goes_on=error.endswith("+"), every=int(every))
-print(found)
-sys.exit(0 if found.good else 1)
-"""
 
 
 @pytest.mark.skipif(not _strace_works(), reason="needs strace")
 @pytest.mark.parametrize("error", ["", "EIO", "ENOSPC+"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_two_writers_outlive_a_call_that_kills_or_fails(target: str, error: str, tmp_path: Path) -> None:
-    """In a process of its own: it forks."""
     every = {"": 300, "EIO": 60, "ENOSPC+": 60}[error] if target == "plane-0" else 24
-    words = [sys.executable, "-c", INJECT, str(tmp_path / "run"), target, error, str(every)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    found = inject(tmp_path / "run", target, error.strip("+"), goes_on=error.endswith("+"), every=every)
+    assert found.good, found
 
 
 def test_a_write_ahead_log_that_is_cut_is_refused_unless_nothing_is_missing(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.task_simulation import TaskSimulation
 
-PARTS = 4
+SEEDS, MORE_SEEDS, PARTS = 150, 630, 4
 
 
 def test_every_prompt_is_trained_once_per_epoch_whatever_fails() -> None:
@@ -15,7 +15,13 @@ def test_every_prompt_is_trained_once_per_epoch_whatever_fails() -> None:
 
 
 @pytest.mark.deep
+def test_every_prompt_is_trained_once_per_epoch_in_more_runs() -> None:
+    for seed in range(30, SEEDS):
+        TaskSimulation(seed).run()
+
+
+@pytest.mark.release
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_prompt_is_trained_once_per_epoch_in_many_more_runs(part: int) -> None:
-    for seed in range(30 + part, 630, PARTS):
+    for seed in range(SEEDS + part, MORE_SEEDS, PARTS):
         TaskSimulation(seed).run()

@@ -199,14 +199,17 @@ def test_a_bad_network_loses_and_doubles_nothing(
 ) -> None:
     plane = open_plane(tmp_path / "run", storage=where, retain_steps=1)
     s3_proxy.rates = {"500": 0.05, "lost": 0.05, "cut": 0.03, "short": 0.05, "refuse": 0.03, "412": 0.01}
-    names = [f"g{i}" for i in range(16)]
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(lambda name: plane.put(named_group(name)), names))
-    sources = sources_of(plane)
-    for _ in range(8):
-        train(sources)
+    sources, rounds = sources_of(plane), 0
+    # On a slow machine more groups are written with one request, so that fewer requests fail.
+    while rounds < 10 and sum(s3_proxy.injected.values()) <= 5:
+        names = [f"g{rounds}-{i}" for i in range(16)]
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(lambda name: plane.put(named_group(name)), names))
+        for _ in range(8):
+            train(sources)
+        rounds += 1
     closing(sources)
-    assert plane.ledger.committed == 32 and plane.ledger.accepted == 32
+    assert plane.ledger.committed == plane.ledger.accepted == 32 * rounds
     assert sum(s3_proxy.injected.values()) > 5
 
 

@@ -27,6 +27,7 @@ import penstock as ps
 from penstock.errors import PenstockError
 from penstock.protocol.timeouts import Timeouts
 from penstock.server.watchdog import die_with_parent
+from tests.support.forked import Forked
 from tests.support.groups import named_group
 
 
@@ -35,9 +36,16 @@ class Worker:
 
     def __init__(self, *words: object, timeouts: Timeouts, prefix: tuple[str, ...] = ()) -> None:
         """`prefix` comes before the command, as in `ip netns exec NAME`."""
-        command = [*prefix, sys.executable, "-m", "tests.support.farm", *map(str, words), _pack(timeouts)]
-        command.append(f"--parent={os.getpid()}")
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        own = [*map(str, words), _pack(timeouts), f"--parent={os.getpid()}"]
+        read_end, write_end = os.pipe()
+        self._lines = os.fdopen(read_end, encoding="utf-8")
+        self.process: Forked | subprocess.Popen[bytes]
+        if prefix:
+            command = [*prefix, sys.executable, "-m", "tests.support.farm", *own]
+            self.process = subprocess.Popen(command, stdout=write_end)
+        else:
+            self.process = Forked("tests.support.farm", own, stdout=write_end)
+        os.close(write_end)
         self.said: list[dict[str, Any]] = []
         """Everything so far."""
         self._news = threading.Condition()
@@ -45,8 +53,7 @@ class Worker:
         self._thread.start()
 
     def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self._lines:
             with self._news:
                 self.said.append(json.loads(line))
                 self._news.notify_all()
@@ -73,8 +80,7 @@ class Worker:
         self.process.kill()
         self.process.wait()
         self._thread.join()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self._lines.close()
 
 
 def say(**what: object) -> None:

@@ -18,20 +18,17 @@ import re
 import shutil
 import signal
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import BinaryIO
 
 from penstock.errors import Conflict, CorruptFile
 from penstock.plane.opening import open_log
 from penstock.plane.settings import PlaneSettings
-from tests.support import processes
 from tests.support.processes import Notes, settings
-from tests.support.torture import PRODUCERS, Run, Started
+from tests.support.torture import PRODUCERS, Run
 
 TARGETS = ("plane-0", "producer-0")
 KILLED_AT = ("pwrite64", "writev", "fdatasync", "fsync", "ftruncate", "unlink", "rename", "fallocate")
@@ -86,44 +83,6 @@ class Total:
         return self.faults > 0 and not (self.lost or self.doubled or self.differing)
 
 
-class Forked:
-    """A process of a run, forked from this one, which has imported everything: it starts at once."""
-
-    def __init__(self, words: list[str], errors: BinaryIO) -> None:
-        self._code: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 1
-            try:
-                os.dup2(errors.fileno(), 1)
-                os.dup2(errors.fileno(), 2)
-                code = processes.main(words)
-            except BaseException:  # noqa: BLE001 - shown, and then this process ends whatever it was
-                os.write(2, traceback.format_exc().encode())
-            os._exit(code)
-
-    def poll(self) -> int | None:
-        return self._reap(os.WNOHANG)
-
-    def wait(self) -> int:
-        found = self._reap(0)
-        assert found is not None
-        return found
-
-    def _reap(self, flags: int) -> int | None:
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, flags)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._code
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def send_signal(self, sig: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, sig)
-
-
 class InjectedRun(Run):
     """One run, with one fault; None: only traced."""
 
@@ -151,9 +110,6 @@ class InjectedRun(Run):
         calls = self._fault.call if self._fault else ",".join(KILLED_AT)
         words += ["-e", f"trace={calls}"]
         return [*words, "-e", self._fault.words] if self._fault else words
-
-    def launch(self, name: str, words: list[str], errors: BinaryIO) -> Started:
-        return super().launch(name, words, errors) if self.prefix(name) else Forked(words, errors)
 
     def _kill_one(self, pause_s: float) -> None:
         """Wait for the fault, then kill what it hit, unless that goes on or is dead."""

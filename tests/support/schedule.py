@@ -20,6 +20,19 @@ FORKED = {
 }
 """Modules whose processes are forked from one that has imported torch and transformers, which takes eight seconds of
 core time. One worker runs them all."""
+BROWSER = {
+    "test_compared_pages",
+    "test_group_page",
+    "test_page_contents",
+    "test_prompts_page",
+    "test_rollout_page",
+    "test_run_page",
+    "test_runs_page",
+    "test_sample_page",
+    "test_screens",
+    "test_watching",
+}
+"""Modules that look at pages, with one browser if one worker runs them in turn."""
 LONG = FORKED | {
     "test_cluster",
     "test_direct",
@@ -67,13 +80,13 @@ def _places(items: Sequence[pytest.Item]) -> dict[Path, float]:
 
 
 def unit_of(nodeid: str) -> str:
-    """What runs in one worker: a class or module of tests, or all of `FORKED`.
+    """What runs in one worker: a class or module of tests, all of `FORKED`, or all of `BROWSER`.
 
     >>> unit_of("tests/demo/test_demo.py::test_x"), unit_of("tests/test_a.py::TestB::test_x")
     ('forked', 'tests/test_a.py::TestB')
     """
-    unit = nodeid.rsplit("::", 1)[0]
-    return "forked" if Path(nodeid.partition("::")[0]).stem in FORKED else unit
+    module = Path(nodeid.partition("::")[0]).stem
+    return "forked" if module in FORKED else "browser" if module in BROWSER else nodeid.rsplit("::", 1)[0]
 
 
 @pytest.hookimpl(optionalhook=True)

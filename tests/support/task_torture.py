@@ -1,6 +1,6 @@
 """Real workers, ranks and a plane, killed again and again while prompts are leased, and a plain loader beside them.
 
-Each process is started with `python -m tests.support.task_torture KIND FOLDER URL NUMBER`:
+Each process is one of `python -m tests.support.task_torture KIND FOLDER URL NUMBER --parent=PID`:
 
     plane      the plane; too old groups are dropped, and in a judged run those that miss their deadline, or whose
                rewards are all the same; all three are made again
@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -33,6 +33,7 @@ from penstock.log import AttachColumn, reading
 from penstock.plane.task_book import read_task
 from penstock.protocol import Timeouts
 from penstock.server.watchdog import die_with_parent
+from tests.support.forked import Forked
 from tests.support.ports import free_port
 from tests.support.processes import Notes
 
@@ -175,14 +176,15 @@ class TaskTorture:
             self.kind = "worker"
         self.judges = JUDGES if kind == "judged" else 0
         self.url = f"tcp://127.0.0.1:{free_port()}"
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, Forked] = {}
         self.result = TaskResult(tasks=prompts * EPOCHS)
 
     def start(self, name: str) -> None:
         kind, number = name.split("-")
-        words = ["-m", "tests.support.task_torture", kind, str(self.folder), self.url, number, str(os.getpid())]
+        words = [kind, str(self.folder), self.url, number, f"--parent={os.getpid()}"]
         with (self.folder / f"{name}.err").open("ab") as errors:
-            self.processes[name] = subprocess.Popen([sys.executable, *words], stderr=errors, stdout=errors)
+            ends = {"stderr": errors.fileno(), "stdout": errors.fileno()}
+            self.processes[name] = Forked("tests.support.task_torture", words, **ends)
 
     def start_all(self) -> None:
         for name in ["plane-0", *(f"rank-{n}" for n in range(RANKS)), *(f"{self.kind}-{n}" for n in range(WORKERS))]:
@@ -297,12 +299,16 @@ def torture_tasks(folder: Path, *, kills: int, prompts: int, seed: int = 0, kind
     return TaskTorture(folder, prompts, seed, kind).run(kills)
 
 
-if __name__ == "__main__":
-    what, where, address, index, parent = sys.argv[1:]
-    die_with_parent(int(parent), signal.SIGKILL)
+def main(words: Sequence[str]) -> None:
+    what, where, address, index, parent = words
+    die_with_parent(int(parent.removeprefix("--parent=")), signal.SIGKILL)
     if what == "plane":
         run_plane(Path(where), address)
     elif what == "rank":
         run_rank(address, int(index))
     else:
         {"worker": run_worker, "loader": run_loader, "judge": run_judge}[what](Path(where), address, int(index))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -30,6 +30,7 @@ from penstock.plane.segments import OWN
 from penstock.plane.settings import PlaneSettings
 from penstock.protocol.steps import Staged
 from tests.support.engines import DirectEngine
+from tests.support.forked import Forked
 from tests.support.ports import free_port
 from tests.support.processes import SENT, STORED, Notes, evaluation_of, group_of, settings
 
@@ -138,7 +139,10 @@ class Run:
             self._processes[name] = self.launch(name, words, errors)
 
     def launch(self, name: str, words: list[str], errors: BinaryIO) -> Started:
-        command = [*self.prefix(name), sys.executable, "-m", "tests.support.processes", *words]
+        prefix = self.prefix(name)
+        if not prefix:
+            return Forked("tests.support.processes", words, stderr=errors.fileno(), stdout=errors.fileno())
+        command = [*prefix, sys.executable, "-m", "tests.support.processes", *words]
         return subprocess.Popen(command, stderr=errors, stdout=errors)
 
     def prefix(self, name: str) -> list[str]:

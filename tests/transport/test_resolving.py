@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 from penstock.errors import PlaneLost
@@ -30,8 +31,8 @@ class MovingPlane:
             raise PlaneLost("no plane yet")
         return self.places[-1]
 
-    def client(self) -> ResolvingClient:
-        return ResolvingClient(self.where, first=self.places[-1] if self.places else None, silence_s=0.05)
+    def client(self, silence_s: float = 0.05) -> ResolvingClient:
+        return ResolvingClient(self.where, first=self.places[-1] if self.places else None, silence_s=silence_s)
 
 
 class TestResolving(RestartableSuite):
@@ -40,17 +41,15 @@ class TestResolving(RestartableSuite):
         return Ends(plane=moving.plane, client=moving.client)
 
 
-def test_a_client_that_is_answered_does_not_ask_where_the_plane_is() -> None:
-    moving = MovingPlane()
-    plane, client = moving.plane(), moving.client()
-    for _ in range(5):
-        client.send(b"beat")
-        plane.send(hear(plane, 1)[0][0], b"pulse")
-        assert answer(client)[0] == b"pulse"
-        assert client.receive(0.1) is None  # silent, but nothing was asked
-    assert not moving.asked.acquire(blocking=False)
-    client.close()
-    plane.close()
+def test_a_client_that_is_answered_does_not_ask_where_the_plane_is(pace: float) -> None:
+    moving, silence_s = MovingPlane(), 0.5 * pace
+    with closing(moving.plane()) as plane, closing(moving.client(silence_s)) as client:
+        for _ in range(2):
+            client.send(b"beat")
+            plane.send(hear(plane, 1)[0][0], b"pulse")
+            assert answer(client)[0] == b"pulse"
+            assert client.receive(1.5 * silence_s) is None  # silent, but nothing was asked
+        assert not moving.asked.acquire(blocking=False)
 
 
 def test_a_silent_client_keeps_asking_at_the_same_pace() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,30 @@ def dropped_run(tmp_path: Path) -> Iterator[Path]:
         yield home
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    find_chromium()
-    with browsing() as page:
-        yield page
+_browser: list[tuple[Any, ExitStack]] = []
+"""Starting one takes two seconds of core time, so all modules that follow one another use the same. It is closed before
+any other test: while it is there, no test can run an event loop of its own."""
+_looking: set[Path] = set()
+"""Modules with a test that looks at pages."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _looking.update(item.path for item in items if "browser" in getattr(item, "fixturenames", ()))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    if _browser and (nextitem is None or nextitem.path not in _looking):
+        _browser.pop()[1].close()
+
+
+@pytest.fixture
+def browser() -> Any:
+    if not _browser:
+        find_chromium()
+        stack = ExitStack()
+        _browser.append((stack.enter_context(browsing()), stack))
+    return _browser[0][0]
 
 
 @pytest.fixture

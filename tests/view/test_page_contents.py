@@ -83,7 +83,7 @@ def long_sample(count: int) -> tuple[Sample, Words]:
     ), words
 
 
-def test_a_sample_of_a_hundred_thousand_tokens_scrolls(page: Any, tmp_path: Path) -> None:
+def test_a_sample_of_a_hundred_thousand_tokens_scrolls(page: Any, tmp_path: Path, pace: float) -> None:
     sample, words = long_sample(100_000)
     export = one_sample_export(tmp_path, sample)
     vocabulary = Vocabulary({index: piece for piece, index in words.ids.items()}, frozenset(words.ids.values()))
@@ -110,8 +110,8 @@ def test_a_sample_of_a_hundred_thousand_tokens_scrolls(page: Any, tmp_path: Path
         )
         shown = page.locator(".tok").count()
         assert 100 < shown < 3000
-        # Jumps anywhere in the sample, with the page being drawn anew each time; generous, for busy machines.
-        assert frames[len(frames) // 2] < 250, f"median of two frames {frames[len(frames) // 2]:.0f} ms"
+        # Jumps anywhere in the sample, with the page being drawn again each time.
+        assert frames[len(frames) // 2] < 250 * pace, f"median of two frames {frames[len(frames) // 2]:.0f} ms"
         print(f"100,000 tokens: loaded in {loaded:.1f} s, median of two frames {frames[len(frames) // 2]:.0f} ms")
         keep(page, "long")
     assert page.errors == []

@@ -15,3 +15,4 @@ from penstock.config.setting import Setting as Setting
 from penstock.config.setting import check as check
 from penstock.config.setting import settings_of as settings_of
 from penstock.config.toml_template import template as template
+from penstock.config.toml_template import toml_values as toml_values

@@ -1,4 +1,4 @@
-"""Writes the commented TOML file of a record: every setting with its meaning, valid values and current value."""
+"""Writes a record as TOML: every setting with its meaning, valid values and current value, or the values alone."""
 
 from __future__ import annotations
 
@@ -21,8 +21,16 @@ def template(record: Any, *, title: str, all_values: bool = False) -> str:
     Defaults are commented out, so that the file keeps meaning "the default" when a later version changes it. With
     `all_values` they are written out.
     """
-    lines = [*_comment(title), *_section(record, "", all_values, off=False)]
+    lines = _comment(title)
+    for line in _section(record, "", all_values, off=False):
+        lines += _comment(_note(line)) if isinstance(line, Setting) else [line]
     return "\n".join(lines).strip() + "\n"
+
+
+def toml_values(record: Any) -> str:
+    """Return every value of `record`, without comments. Every start of a plane writes its settings so."""
+    lines = (line for line in _section(record, "", True, off=False) if isinstance(line, str))
+    return "\n".join(line for line in lines if line and not line.startswith("#")) + "\n"
 
 
 def toml(value: Any, setting: Setting | None = None) -> str:
@@ -56,8 +64,10 @@ def _is_set(record: msgspec.Struct, field: msgspec.structs.FieldInfo) -> bool:
     return bool(field.required or getattr(record, field.name) != field.default)
 
 
-def _section(record: Any, path: str, all_values: bool, off: bool) -> Iterator[str]:
-    """Yield the values of a table, then the tables in it. `off` comments all of it out."""
+def _section(record: Any, path: str, all_values: bool, off: bool) -> Iterator[str | Setting]:
+    """Yield the values of a table, then the tables in it. `off` comments all of it out.
+
+    A setting among the lines stands for the comment about it."""
     mark = "# " if off else ""
     settings = sorted(settings_of(type(record)), key=lambda setting: not setting.required)  # required ones first
     tables = [setting for setting in settings if setting.record is not None or isinstance(setting.default, dict)]
@@ -65,16 +75,15 @@ def _section(record: Any, path: str, all_values: bool, off: bool) -> Iterator[st
         if setting not in tables:
             value = getattr(record, setting.name)
             hidden = off or (not all_values and value == setting.default)
-            yield from ("", *_comment(_note(setting)))
+            yield from ("", setting)
             yield f"{'# ' if hidden else ''}{setting.name} = {toml(value, setting)}"
     for setting in tables:
         yield from _table(setting, getattr(record, setting.name), f"{path}.{setting.name}".strip("."), all_values, mark)
 
 
-def _table(setting: Setting, value: Any, path: str, all_values: bool, mark: str) -> Iterator[str]:
+def _table(setting: Setting, value: Any, path: str, all_values: bool, mark: str) -> Iterator[str | Setting]:
     off = bool(mark) or value is None
-    yield from ("", f"{'# ' if off else ''}[{path}]")
-    yield from _comment(_note(setting))
+    yield from ("", f"{'# ' if off else ''}[{path}]", setting)
     if setting.record is None:
         yield from (f"{key} = {toml(item)}" for key, item in value.items())
     else:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.config import template
+from penstock.config import toml_values
 from penstock.errors import ConfigError, CorruptFile, PenstockError
 from penstock.frames import GroupMetadata
 from penstock.log import Log, Shorten, State
@@ -85,8 +85,7 @@ def as_toml(settings: PlaneSettings) -> str:
 
     Settings of the server process are left out, and so is the log's address: a rerun must not write there."""
     plane = PlaneSettings(**{one.name: getattr(settings, one.name) for one in fields(PlaneSettings)} | {"log": None})
-    lines = template(plane, title="", all_values=True).splitlines()
-    return "\n".join(line for line in lines if line and not line.startswith("#")) + "\n"
+    return toml_values(plane)
 
 
 def keeps_all(settings: PlaneSettings, log: Log) -> bool:
