@@ -61,7 +61,7 @@ from penstock.log import (
 from penstock.plane.evaluations import Evaluations
 from penstock.plane.freeing import Freeing
 from penstock.plane.group_kinds import count_kinds
-from penstock.plane.late_groups import COLUMN, LateGroups
+from penstock.plane.late_groups import COLUMN, LateGroups, WaitingGroup
 from penstock.plane.lease_book import RETURNED, Lease, LeaseBook
 from penstock.plane.ledger import Ledger
 from penstock.plane.manifest import Manifest, read_manifest
@@ -167,11 +167,15 @@ class PlaneState:
         """Apply the acceptance of a group. Returns False if it was too stale and dropped."""
         self.op = max(self.op, row.op)
         self.rows[row.op], self.by_id[row.id] = row, row.op
+        awaited = self.late.expected.pop(row.id, None)
+        if awaited is not None:
+            # It holds its place in the order of dispatch. Before its lease ends, or the window would move on.
+            lease = self.leases.number_of(PROMPT, row.id)
+            self.tenant_tables.table(row.run).expect(row.op if lease is None else lease)
         self.tasks.accept(row.id, row.op)
         self.usable_groups += 1
         self.ledger.accepted += row.samples
         self.bytes_of[row.run] += row.size
-        awaited = self.late.expected.pop(row.id, None)
         if awaited is not None:
             return self._wait(row, awaited)
         self.ledger.add(State.HELD, "", row.samples)
@@ -196,10 +200,14 @@ class PlaneState:
             age = self.policy_version - (self.policy_version if row.policy_version is None else row.policy_version)
             if only_stale and (most is None or age <= most):
                 continue
-            self.late.remove(row)
+            self._end_wait(row)
             self._account(row, State.WAITING, State.DROPPED, reason)
             self.bytes_of[row.run] -= row.size
             self._forget(row.op, frame=True)
+
+    def _end_wait(self, row: GroupRow) -> WaitingGroup:
+        self.tenant_tables.table(row.run).unexpect(self.dispatch_of(row))
+        return self.late.remove(row)
 
     def _admit(self, record: AdmitGroup) -> None:
         """Let a group into its table that has its columns, or drop it."""
@@ -207,7 +215,7 @@ class PlaneState:
             self._drop_waiting([record.group], record.reason)
             return
         row = self.rows[record.group] = replace(self.rows[record.group], state=State.HELD, kinds=record.kinds)
-        self.tenant_tables.given[row.id] = self.late.remove(row).priority
+        self.tenant_tables.given[row.id] = self._end_wait(row).priority
         self._account(row, State.WAITING, State.HELD, "")
         self._insert(row)
 
