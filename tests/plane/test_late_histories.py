@@ -131,6 +131,7 @@ class History:
             again = self.engine.state
             assert again.ledger.as_dict() == live.ledger.as_dict()
             assert again.late.waiting == live.late.waiting
+            assert again.bias.metrics() == pytest.approx(live.bias.metrics())
             assert {c: set(ops) for c, ops in again.late.free.items() if ops} == {
                 c: set(ops) for c, ops in live.late.free.items() if ops
             }

@@ -239,7 +239,9 @@ async def alease_forever(
         yield ColumnLease(connection, asked, *found)
 
 
-def lease_once(connection: ProducerConnection, asked: LeaseRequest) -> Conversation[tuple[dict[str, int], list[Sample]]]:
+def lease_once(
+    connection: ProducerConnection, asked: LeaseRequest
+) -> Conversation[tuple[dict[str, int], list[Sample]]]:
     """Lease groups once, without renewing them. Returns the lease of each group, and samples that the plane read."""
     found = yield from _Worker(connection, asked).next()
     if found is None:

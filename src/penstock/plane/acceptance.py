@@ -454,6 +454,7 @@ class Acceptance:
         counts["groups_untrained"] += bool(why_untrained(group.metadata))
         if group.awaited is None:
             self.generated.add(group.metadata)
+            state.bias.put(row, group.metadata.rewards)
         counts["groups_awaited"] += group.awaited is not None
         self.filtered_in_a_row.clear()
         stale = not state.take_in(row)

@@ -167,12 +167,13 @@ class LateDecisions:
                 kinds = tuple(sorted(verdict.metadata.kinds.items()))
                 recorder.log.set_metadata(op, verdict.metadata.to_bytes(), kinds)
                 recorder.log.add_summaries([(op, summary_of(verdict.metadata))])
-        for op, record in numbered:
-            recorder.state.redo(op, record)
-        for verdict in turn.verdicts.values():
+        for op, verdict in turn.verdicts.items():
             counts["groups_admitted" if not verdict.reason else "groups_dropped_late"] += 1
             if not verdict.reason:
                 self._acceptance.generated.add(verdict.metadata)
+                recorder.state.bias.put(recorder.state.rows[op], verdict.metadata.rewards)
+        for op, record in numbered:
+            recorder.state.redo(op, record)
 
     # -------------------------------------------------------------- deadlines
 

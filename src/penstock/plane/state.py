@@ -58,6 +58,7 @@ from penstock.log import (
     Weigh,
     numbers_taken,
 )
+from penstock.plane.bias import Bias
 from penstock.plane.evaluations import Evaluations
 from penstock.plane.freeing import Freeing
 from penstock.plane.group_kinds import count_kinds
@@ -113,6 +114,7 @@ class PlaneState:
         self.late = LateGroups(self.leases)
         """Groups that wait for columns."""
         self.outcomes = Outcomes()
+        self.bias = Bias()
         self.quarantined: dict[int, GroupRow] = {}
         """Groups in quarantine, by op."""
         self.tenant_tables = TenantTables(replay, self._on_left, env_unit)
@@ -281,6 +283,7 @@ class PlaneState:
     def planned(self, step: int, manifest: Manifest) -> None:
         """Note that the drawn step is planned and recorded."""
         self.steps[step], self._drawn = manifest, ()
+        self.bias.planned(manifest.summaries, [self.rows[group].samples for group in manifest.groups])
         self.ledger.mask(*manifest.masked)
 
     @property
@@ -422,6 +425,7 @@ class PlaneState:
             leases=self.leases.save(),
             tasks=self.tasks.save(),
             usable_groups=self.usable_groups,
+            bias=self.bias.sums,
         )
 
     def load(self, saved: Saved, log: Log) -> dict[int, GroupRow]:
@@ -438,7 +442,7 @@ class PlaneState:
         self.reports = saved.reports
         self.leases.load(saved.leases)
         self.tasks.load(saved.tasks)
-        self.usable_groups = saved.usable_groups
+        self.usable_groups, self.bias = saved.usable_groups, Bias(saved.bias)
         self.late.restore(saved.waiting, self.rows)
         for key in self.tenant_tables:
             count_kinds(self.kinds, self.row_of(key), 1)
