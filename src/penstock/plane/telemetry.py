@@ -201,7 +201,7 @@ class Generated:
             self._open[name] += count
             self._sums[name] = self._sums.get(name, 0.0) + total
 
-    def close(self, step: int, buffer: Mapping[str, float], bias: Mapping[str, float]) -> None:
+    def close(self, step: int, buffer: Mapping[str, float], bias: dict[str, float]) -> None:
         """Close the interval of a planned step, with the metrics of the tables and of the bias at that moment."""
         self._last = self._means()
         names = ("buffer/items", "buffer/staleness_mean", "buffer/staleness_max")
