@@ -19,7 +19,7 @@ from penstock.view.record import FIELDS
 from penstock.view.upload import upload_records
 from tests.support.exports import Words, make_export, samples_of_step, terms_of
 
-pq = pytest.importorskip("pyarrow.parquet")
+pq = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install '.[parquet]'")
 
 
 def same(a: Record, b: Record) -> bool:
