@@ -59,7 +59,7 @@ def run(
     *, full: bool = False, progress: Progress = lambda _: None, rivals: str | None = None, scale: float = 1.0
 ) -> list[Row]:
     """`scale` below 1 is for tests."""
-    count = max(int((4000 if full else 1000) * scale), 20)
+    count = max(int((4000 if full else 500) * scale), 20)
     with disk_folder() as folder:
         words = [str(folder / "run"), "--ranks=1", "--seq-len=64", "--groups-per-step=1", "--capacity=1000000"]
         with PlaneProcess([*words, f"--listen=ipc://{folder}/s"]) as process, open_plane(process.url) as plane:
