@@ -64,7 +64,8 @@ def run(
         words = [str(folder / "run"), "--ranks=1", "--seq-len=64", "--groups-per-step=1", "--capacity=1000000"]
         with PlaneProcess([*words, f"--listen=ipc://{folder}/s"]) as process, open_plane(process.url) as plane:
             with judging(folder) as judges, _rival(rivals, folder) as (rival, why):
-                kinds = {"tasks": partial(_one_by_one, plane), "judge": judges.one, "judges": judges.many}
+                tasks: Callable[[int], Times] = partial(_one_by_one, plane)
+                kinds = {"tasks": tasks, "judge": judges.one, "judges": judges.many}
                 ours, theirs, why = _in_turns(kinds, rival, max(count // ROUNDS, 4), why, progress)
             progress("many leases at once")
             batched = _batched(plane, count)

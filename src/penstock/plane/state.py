@@ -113,8 +113,7 @@ class PlaneState:
         """Groups that were accepted and are trained, or may be."""
         self.late = LateGroups(self.leases)
         """Groups that wait for columns."""
-        self.outcomes = Outcomes()
-        self.bias = Bias()
+        self.outcomes, self.bias = Outcomes(), Bias()
         self.quarantined: dict[int, GroupRow] = {}
         """Groups in quarantine, by op."""
         self.tenant_tables = TenantTables(replay, self._on_left, env_unit)
