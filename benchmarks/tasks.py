@@ -1,22 +1,28 @@
-"""Leased prompts: how fast they are handed out and completed, and what open leases cost a turn of the plane.
+"""Leased prompts and late rewards: how fast they are handed out and completed, and what open leases cost a turn.
 
 The plane runs in a process of its own, with its run in a folder on the disk. A lease is durable before it is answered,
-and so is the group that completes it. The rival is TransferQueue doing the same in memory: prompts are put, a worker
-takes one that has a prompt and no consumer yet, puts the response of that row, and a trainer takes rows that have both.
-Nothing there survives a process, and a prompt whose worker dies is not handed out again.
+and so is the group that completes it, and an attached value. The rival is TransferQueue doing the same in memory:
+prompts are put, a worker takes one that has no consumer yet and puts the response of that row; a judge takes the rows
+of a group and puts their rewards, and a consumer takes rows that have both. Nothing there survives a process, and what
+a worker took is not handed out again when it dies. Both take turns, round by round; the first round warms up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
+from uuid import uuid4
 
 from benchmarks.disk import disk_folder
-from benchmarks.report import Row, skipped
-from benchmarks.running import Wanted, WayFailed, started
+from benchmarks.judging import JUDGES, SAMPLES, Times, judging
+from benchmarks.report import Row, faster
+from benchmarks.running import Program, Wanted, WayFailed, started
 from penstock.arrays import Sample
 from penstock.client import Task
 from penstock.client.api import open as open_plane
@@ -53,22 +59,21 @@ def run(
     *, full: bool = False, progress: Progress = lambda _: None, rivals: str | None = None, scale: float = 1.0
 ) -> list[Row]:
     """`scale` below 1 is for tests."""
-    count = max(int((4000 if full else 1000) * scale), 20)
+    count = max(int((4000 if full else 500) * scale), 20)
     with disk_folder() as folder:
-        progress("leases and puts")
         words = [str(folder / "run"), "--ranks=1", "--seq-len=64", "--groups-per-step=1", "--capacity=1000000"]
         with PlaneProcess([*words, f"--listen=ipc://{folder}/s"]) as process, open_plane(process.url) as plane:
-            leases, puts = _one_by_one(plane, count)
+            with judging(folder) as judges, _rival(rivals, folder) as (rival, why):
+                tasks: Callable[[int], Times] = partial(_one_by_one, plane)
+                kinds = {"tasks": tasks, "judge": judges.one, "judges": judges.many}
+                ours, theirs, why = _in_turns(kinds, rival, max(count // ROUNDS, 4), why, progress)
+            progress("many leases at once")
             batched = _batched(plane, count)
             at_once = asyncio.run(_at_once(plane, count))
-        rival, why = _rival(rivals, folder, count, progress)
     progress("open leases")
     few, many = _turns(max(int(_FEW * scale), 2), max(int(_MANY * scale), 4), rounds=max(int(400 * scale), 20))
     return [
-        _rate("one worker: leases", leases, rival.get("lease_s"), why),
-        _rate("one worker: puts that complete a task", puts, rival.get("put_s"), why),
-        Row(name="one worker: lease, p99", ours=_p99(leases) * 1e3, unit="ms"),
-        Row(name="one worker: put, p99", ours=_p99(puts) * 1e3, unit="ms"),
+        *_compared(ours, theirs, why),
         Row(name=f"one worker, batches of {_BATCH}: leases", ours=batched, unit="1/s"),
         Row(name=f"{AT_ONCE} tasks at once: leased, put and complete", ours=at_once, unit="1/s"),
         Row(
@@ -82,6 +87,62 @@ def run(
     ]
 
 
+def _in_turns(
+    kinds: Mapping[str, Callable[[int], Times]], rival: Program | None, count: int, why: str, progress: Progress
+) -> tuple[Times, Times, str]:
+    """Run every kind of round, ours and the rival's in turns. Returns seconds by kind and call, and why there is no
+    rival."""
+    ours: Times = {}
+    theirs: Times = {}
+    for number in range(-1, ROUNDS):
+        progress(f"leases, puts and attaches: round {number + 1} of {ROUNDS}")
+        for kind, act in kinds.items():
+            found = act(count)
+            answer: Any = {}
+            if rival is not None:
+                try:
+                    answer = rival.round(kind=kind, count=count, samples=SAMPLES, judges=JUDGES)
+                except WayFailed as error:
+                    rival, why, theirs = None, f"TransferQueue: {error}", {}
+            if number < 0:
+                continue  # both are warm from here on
+            for sums, some in ((ours, found), (theirs, answer)):
+                for call, seconds in some.items():
+                    sums.setdefault(f"{kind} {call}", []).extend(seconds)
+    return ours, theirs, why
+
+
+def _compared(ours: Times, theirs: Times, why: str) -> list[Row]:
+    """Return the rows that have a rival."""
+    for times in (ours, theirs):
+        if times:
+            parts = zip(times["judge put_s"], times["judge score_s"], times["judge read_s"], strict=True)
+            times["judge all_s"] = [sum(one) for one in parts]
+    one, many = "one judge: lease and attach 8 rewards", f"{JUDGES} judges at once: lease and attach 8 rewards"
+    names = {
+        "one worker: leases": "tasks lease_s",
+        "one worker: puts that complete a task": "tasks put_s",
+        one: "judge score_s",
+        "one group after the other: put, scored, read": "judge all_s",
+        many: "judges group_s",
+    }
+    tails = {
+        "one worker: lease, p99": "tasks lease_s",
+        "one worker: put, p99": "tasks put_s",
+        f"{one}, p99": "judge score_s",
+        f"{many}, p99": "judges score_s",
+    }
+    rows = [_rate(name, ours[call], theirs.get(call), why) for name, call in names.items()]
+    return rows + [_tail(name, ours[call], theirs.get(call), why) for name, call in tails.items()]
+
+
+def _tail(name: str, ours: Sequence[float], theirs: Sequence[float] | None, why: str) -> Row:
+    if theirs is None:
+        return Row(name=name, ours=_p99(ours) * 1e3, unit="ms", note=why)
+    return faster(name, _p99(ours), _p99(theirs), "TransferQueue")
+
+
+ROUNDS = 5
 _BATCH = 64
 
 
@@ -89,7 +150,7 @@ def _rate(name: str, ours: Sequence[float], theirs: Sequence[float] | None, why:
     """Per second, at the median of the calls."""
     mine = 1 / median(ours)
     if theirs is None:
-        return skipped(name, why, unit="1/s") if not ours else Row(name=name, ours=mine, unit="1/s", note=why)
+        return Row(name=name, ours=mine, unit="1/s", note=why)
     rival = 1 / median(theirs)
     return Row(name=name, ours=mine, rival=rival, rival_name="TransferQueue", ratio=mine / rival, unit="1/s")
 
@@ -117,9 +178,11 @@ def _prompts(count: int, name: str) -> list[Any]:
     return [{"name": f"{name}-{number}", "question": "x" * 200} for number in range(count)]
 
 
-def _one_by_one(plane: Plane, count: int) -> tuple[list[float], list[float]]:
+def _one_by_one(plane: Plane, count: int) -> Times:
     leases, puts = [], []
-    tasks = iter(plane.tasks(_prompts(count, "one"), name="one"))
+    name = f"one-{uuid4().hex}"  # a list of its own for every round
+    tasks = iter(plane.tasks(_prompts(count + 1, name), name=name))
+    next(tasks).give_back()  # sends the list
     for _ in range(count):
         began = time.perf_counter()
         task = next(tasks)
@@ -128,7 +191,7 @@ def _one_by_one(plane: Plane, count: int) -> tuple[list[float], list[float]]:
         puts.append(time.perf_counter() - leased)
         leases.append(leased - began)
         task.completed(0)
-    return leases[1:], puts
+    return {"lease_s": leases, "put_s": puts}
 
 
 def _batched(plane: Plane, count: int) -> float:
@@ -285,8 +348,9 @@ def _turns(few: int, many: int, *, rounds: int) -> tuple[float, float]:
 # ------------------------------------------------------------------ the rival
 
 
-def _rival(python: str | None, folder: Any, count: int, progress: Progress) -> tuple[dict[str, list[float]], str]:
-    """Seconds of each call of TransferQueue, or why there are none."""
+@contextmanager
+def _rival(python: str | None, folder: Path) -> Iterator[tuple[Program | None, str]]:
+    """Start TransferQueue. Yields it, or why it is not there."""
     wanted = Wanted(
         module="task_rival",
         python=python,
@@ -295,11 +359,4 @@ def _rival(python: str | None, folder: Any, count: int, progress: Progress) -> t
         alone=True,
     )
     with started({"queue": wanted}, folder, 1) as (programs, why):
-        if "queue" not in programs:
-            return {}, why["queue"]
-        progress("TransferQueue")
-        try:
-            found: Any = programs["queue"].round(count=count)
-        except WayFailed as error:
-            return {}, f"TransferQueue: {error}"
-        return found, ""
+        yield programs.get("queue"), why.get("queue", "")

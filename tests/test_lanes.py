@@ -15,7 +15,7 @@ from tests.support.schedule import BROWSER, FORKED, LONG, unit_of
 def test_the_fast_lane_starts_no_process(request: pytest.FixtureRequest) -> None:
     """Every test that is not marked runs under a guard there; see conftest.py."""
     if "not process" not in (request.config.getoption("markexpr") or ""):
-        pytest.skip("only in the fast lane")
+        pytest.skip("checks the guard of the fast lane; `make test-fast` runs it")
     import subprocess
 
     with pytest.raises(AssertionError, match="starts a process"):

@@ -63,7 +63,7 @@ def test_every_alert_has_a_test_that_fires_and_one_that_does_not() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.skipif(PROMTOOL is None, reason="no promtool; scripts/setup_promtool gets it")
+@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool: scripts/setup_promtool gets it")
 @pytest.mark.parametrize("words", [("check", "rules", "alerts.yaml"), ("test", "rules", "alerts_test.yaml")])
 def test_prometheus_itself_takes_the_alerts_and_their_tests(words: tuple[str, ...]) -> None:
     done = subprocess.run(

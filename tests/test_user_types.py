@@ -37,7 +37,7 @@ CHECKERS = {
 def test_a_checker_accepts_the_program_and_finds_misspelt_keywords(checker: str, tmp_path: Path) -> None:
     command = CHECKERS[checker]
     if shutil.which(command[0]) is None:
-        pytest.skip(f"{checker} is not installed; `npm install pyright` has it")
+        pytest.skip(f"needs {checker} on PATH: `npm install pyright`, then PATH=node_modules/.bin:$PATH")
     good, bad = tmp_path / "good.py", tmp_path / "bad.py"
     text = SCRIPT.read_text()
     good.write_text(text)

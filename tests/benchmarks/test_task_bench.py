@@ -11,7 +11,9 @@ pytestmark = pytest.mark.process
 
 
 def test_leases_puts_and_open_leases_are_measured() -> None:
-    rows = {row.name: row for row in tasks.run(scale=0.05)}
+    rows = {row.name: row for row in tasks.run(scale=0.1)}
     assert "tasks" in BENCHES
     assert all(row.ours is not None and row.ours > 0 for row in rows.values())
-    assert "--rivals" in rows["one worker: leases"].note
+    for name in ("one worker: leases", "one judge: lease and attach 8 rewards"):
+        assert "--rivals" in rows[name].note
+    assert {"one judge: lease and attach 8 rewards, p99", "8 judges at once: lease and attach 8 rewards"} <= set(rows)

@@ -294,7 +294,16 @@ def test_client_names_cannot_leave_the_folder(tmp_path: Path, name: str, capsys:
 def test_doctor_imports_every_extra_and_finds_this_machine_healthy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "Everything essential works." in out(capsys, "doctor", str(tmp_path))
+    page = out(capsys, "doctor", str(tmp_path))
+    assert "Everything essential works." in page
+    assert max(map(len, page.splitlines())) <= 120
+
+
+def test_doctor_wraps_what_it_found() -> None:
+    many = [doctor.Finding(name="extras", verdict="ok", text=f"imported: {', '.join(['tensorboard'] * 40)}")]
+    lines = doctor._text(many, healthy=True).splitlines()
+    assert len(lines) > 5 and max(map(len, lines)) <= 100
+    assert lines[1].startswith(" " * len("ok    extras  ") + "tensorboard")
 
 
 @pytest.mark.usefixtures("few_extras")

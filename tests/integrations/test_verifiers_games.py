@@ -79,7 +79,10 @@ def played(path: Path) -> Any:
         pytest.param(
             "kuhn-poker",
             ("player0", "player1"),
-            marks=pytest.mark.skipif(not CLONE, reason="needs a clone of verifiers"),
+            marks=pytest.mark.skipif(
+                not CLONE,
+                reason="needs a clone of verifiers: PENSTOCK_VERIFIERS_ENVIRONMENTS=CLONE/environments",
+            ),
         ),
     ],
 )

@@ -45,7 +45,7 @@ def test_both_ways_to_tensors_compute_the_same_samples() -> None:
 
 @pytest.mark.deep
 def test_the_picture_of_the_docs_can_be_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[bench]'")
     from benchmarks.plot_step import example, tree_example
 
     for draw in (example, tree_example):

@@ -29,7 +29,7 @@ def torture(folder: Path, *faults: str) -> Result:
     try:
         return torture_cluster(folder / "run", kills=len(faults), seed=3, faults=faults)
     except NoNamespaces as error:
-        pytest.skip(f"no mount and network namespaces here: {error}")
+        pytest.skip(f"needs mount and network namespaces (root, or user namespaces allowed): {error}")
 
 
 def test_kills_pauses_and_cuts_on_two_hosts_lose_and_double_nothing(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from penstock.errors import ConfigError
 from penstock.packing import Packing
 from penstock.plane import PlaneSettings, Target
 from penstock.plane.settings import EXAMPLE, TITLE, ServerSettings, read_settings, server_settings
+from penstock.protocol import Timeouts
 from penstock.replay import Freshest, MinSize, Prioritized, SamplesPerInsert, Uniform
 
 TEMPLATE = template(EXAMPLE, title=TITLE)
@@ -160,6 +161,10 @@ def test_a_wrong_value_is_blamed_on_whoever_gave_it() -> None:
     given.assign("timeouts.peer_s=3")
     with pytest.raises(ConfigError, match=r"^plane\.toml and the command line: timeouts: peer_s 3\.0"):
         server_settings(given)
+    given = Given(tables(), "plane.toml")
+    given.assign("listen=[]")
+    with pytest.raises(ConfigError, match=r"^the command line: listen: empty"):
+        server_settings(given)
 
 
 def test_open_takes_every_setting_of_a_plane_and_no_other() -> None:
@@ -204,6 +209,7 @@ def test_open_names_what_is_wrong_as_the_caller_wrote_it(settings: dict[str, Any
 
 def test_help_shows_every_setting_with_its_default() -> None:
     shown = inspect.signature(ps.open).parameters
+    assert shown["timeouts"].default == Timeouts(), "those of a plane in this process, not of one on Ray"
     assert {"where", "ranks", "groups_per_step", "sampler", "snapshot_every", "needs", "timeouts"} <= shown.keys()
     assert (shown["snapshot_every"].default, shown["max_disk_bytes"].default) == (20_000, None)
     assert inspect.signature(ps.Table).parameters["max_times_sampled"].default == 1

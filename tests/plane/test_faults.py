@@ -20,7 +20,7 @@ def _can_mount() -> bool:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_plane_outlives(fault: str, tmp_path: Path) -> None:
     if fault == "disk" and not _can_mount():
-        pytest.skip("needs a private mount namespace")
+        pytest.skip("needs a mount namespace: run as root, or allow user namespaces")
     result = provoke(fault, tmp_path / fault)
     assert result.good, result.words
     assert result.tries > 0

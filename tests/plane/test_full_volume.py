@@ -133,7 +133,7 @@ def _can_mount() -> bool:
 
 def test_a_volume_that_puts_have_filled_is_drained_by_training_and_writable_again(tmp_path: Path) -> None:
     if not _can_mount():
-        pytest.skip("needs a private mount namespace")
+        pytest.skip("needs a mount namespace: run as root, or allow user namespaces")
     mount = f'mount -t tmpfs -o size=24m none {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}/run'
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", mount, DRAIN], capture_output=True, text=True, timeout=250, check=False
@@ -145,7 +145,7 @@ def test_a_volume_that_puts_have_filled_is_drained_by_training_and_writable_agai
 @pytest.mark.parametrize("way", ["direct", "passing"])
 def test_a_full_volume_frees_nothing_of_a_run_that_keeps_everything(tmp_path: Path, way: str) -> None:
     if not _can_mount():
-        pytest.skip("needs a private mount namespace")
+        pytest.skip("needs a mount namespace: run as root, or allow user namespaces")
     mount = f'mount -t tmpfs -o size=24m none {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}/run {way}'
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", mount, KEEP], capture_output=True, text=True, timeout=250, check=False
@@ -157,7 +157,7 @@ def test_a_full_volume_frees_nothing_of_a_run_that_keeps_everything(tmp_path: Pa
 def test_a_full_storage_volume_of_its_own_is_freed_by_the_plane_and_direct_puts_go_on(tmp_path: Path) -> None:
     """The log has room: only a write to storage fails. The group then passes the plane, whose answer counts."""
     if not _can_mount():
-        pytest.skip("needs a private mount namespace")
+        pytest.skip("needs a mount namespace: run as root, or allow user namespaces")
     storage = tmp_path / "storage"
     storage.mkdir()
     mount = f'mount -t tmpfs -o size=8m none {storage} && exec {sys.executable} -c "$0" {tmp_path}/run {storage}/s'

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 import penstock as ps
 from penstock.commands.top import _from_plane, page
@@ -77,3 +80,33 @@ def test_bias_compares_everything_put_with_everything_trained(open_plane: OpenPl
     status = plane.status()
     assert 'penstock_train_length_bias{run="run"}' in render(status)
     assert any(line.startswith("bias       length -") for line in page(_from_plane(status), {}))
+
+
+@pytest.mark.parametrize("snapshot_every", [1, 10_000])
+def test_bias_goes_on_after_a_restart(open_plane: OpenPlane, tmp_path: Path, snapshot_every: int) -> None:
+    settings: dict[str, Any] = {"ranks": 1, "groups_per_step": 1, "max_staleness": 0}
+    settings |= {"needs": ("rewards",), "needs_deadline_s": 3600, "snapshot_every": snapshot_every}
+    plane = open_plane(tmp_path / "run", **settings)
+    put(plane, "a", 1.0)
+    with plane.source(0, prefetch=0) as source:
+        source.commit(source.step(timeout=PATIENCE_S), policy_version=1)
+        source.flush()
+    put(plane, "b", 0.0)  # dropped as stale
+    turns = [ps.Turn([1, 2]), ps.Turn([3] * 9, logprobs=[-0.5] * 9)]
+    for name in ("c", "d"):
+        with plane.group(name, id=name, policy_version=1, advantage="grpo") as group:
+            for _ in range(2):
+                group.add(ps.Trajectory(turns=turns))
+    plane.attach("rewards", {"c": {"c/0": 0.0, "c/1": 1.0}})  # d is still not scored, and counts later
+    before = bias(plane)
+    assert before["gen/reward_mean"] == pytest.approx(0.5) and before["train/reward_mean"] == 1.0
+    plane.close()
+    again = open_plane(tmp_path / "run", **settings)
+    assert bias(again) == pytest.approx(before)
+    again.attach("rewards", {"d": {"d/0": 0.0, "d/1": 0.0}})
+    assert bias(again)["gen/length_mean"] == pytest.approx((4 * 5 + 4 * 11) / 8)
+
+
+def bias(plane: ps.Plane) -> dict[str, float]:
+    found = plane.status()["metrics"]
+    return {name: found[name] for name in found if name.endswith(("_mean", "_bias")) and "staleness" not in name}

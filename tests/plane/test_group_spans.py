@@ -35,7 +35,9 @@ class Collector(BaseHTTPRequestHandler):
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A function that returns what was sent so far: (group, stage, trace, begin, end, attributes)."""
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="opentelemetry's exporter is not installed")
+    pytest.importorskip(
+        "opentelemetry.exporter.otlp.proto.http", reason="needs opentelemetry's exporter: pip install '.[otel]'"
+    )
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     class Handler(Collector):

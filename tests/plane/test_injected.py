@@ -12,7 +12,7 @@ from tests.support.injected import TARGETS, cut_logs, inject
 pytestmark = pytest.mark.process
 
 
-@pytest.mark.skipif(not _strace_works(), reason="needs strace")
+@pytest.mark.skipif(not _strace_works(), reason="needs strace and the right to trace: apt-get install strace")
 @pytest.mark.parametrize("error", ["", "EIO", "ENOSPC+"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_two_writers_outlive_a_call_that_kills_or_fails(target: str, error: str, tmp_path: Path) -> None:

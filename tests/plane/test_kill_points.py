@@ -19,7 +19,7 @@ def _strace_works() -> bool:
         return False
 
 
-@pytest.mark.skipif(not _strace_works(), reason="needs strace")
+@pytest.mark.skipif(not _strace_works(), reason="needs strace and the right to trace: apt-get install strace")
 @pytest.mark.parametrize("life", LIVES)
 def test_a_plane_killed_at_a_write_or_sync_goes_on_to_the_same_steps(life: str, tmp_path: Path) -> None:
     result = kill_points(life, tmp_path / life, every=120, twice=True)

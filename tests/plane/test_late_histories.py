@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from penstock.frames import encode
 from penstock.log import Awaited, GroupRow, HandOut, ReturnLeases, SqliteLog
 from penstock.packing import Packing
 from penstock.plane.late_groups import COLUMN, LateGroups, WaitingGroup, key_of
+from penstock.plane.late_values import MOST_RESTARTS
 from penstock.plane.lease_book import LeaseBook
 from penstock.plane.settings import PlaneSettings, Replay, Target
 from penstock.protocol import AttachValues
@@ -131,6 +133,7 @@ class History:
             again = self.engine.state
             assert again.ledger.as_dict() == live.ledger.as_dict()
             assert again.late.waiting == live.late.waiting
+            assert again.bias.metrics() == pytest.approx(live.bias.metrics())
             assert {c: set(ops) for c, ops in again.late.free.items() if ops} == {
                 c: set(ops) for c, ops in live.late.free.items() if ops
             }
@@ -172,3 +175,30 @@ def test_a_snapshot_in_which_every_waiting_group_is_leased() -> None:
     late.restore({1: waiting}, {1: row})
     assert late.remove(row) is waiting
     assert not leases.open
+
+
+def test_a_group_gets_its_time_again_after_three_restarts_and_not_for_ever(tmp_path: Path) -> None:
+    deadline_s = 0.5
+    settings = PlaneSettings(
+        packing=Packing(ranks=1, seq_len=64), target=Target(groups=1), needs=("rewards",), needs_deadline_s=deadline_s
+    )
+    engine = DirectEngine(settings, SqliteLog(tmp_path))
+    samples = [sample.replace(rewards=None, advantages=None) for sample in named_group("g")]
+    assert engine.put("g", "g", encode(samples)) is None and not engine.flush()[0].error
+    put = time.time()
+    while time.time() < put + deadline_s:
+        time.sleep(0.05)
+    for _ in range(MOST_RESTARTS):
+        engine.close()
+        engine.log.close()
+        engine = DirectEngine(settings, SqliteLog(tmp_path))
+        engine.late.tick(100.0)
+        engine.late.tick(100.0 + 0.9 * deadline_s)
+        assert engine.ledger.waiting == len(samples)
+    engine.close()
+    engine.log.close()
+    engine = DirectEngine(settings, SqliteLog(tmp_path))
+    engine.late.tick(100.0)
+    assert dict(engine.ledger.dropped) == {"columns missing": len(samples)}
+    engine.close()
+    engine.log.close()

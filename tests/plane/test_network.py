@@ -350,7 +350,7 @@ def network() -> Iterator[Network]:
         yield made
     made.remove()
     if problem:
-        pytest.skip(f"needs a network namespace: {problem}")
+        pytest.skip(f"needs a network namespace (root, or user namespaces allowed): {problem}")
 
 
 def test_a_link_that_is_down_is_survived_or_noticed_by_all(

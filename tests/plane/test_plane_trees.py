@@ -67,7 +67,7 @@ def test_a_plan_from_metadata_is_that_of_the_samples(samples: list[ps.Sample], p
 def test_inspect_draws_the_last_step_of_a_run(
     open_plane: OpenPlane, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[bench]'")
     plane = open_plane(tmp_path / "run", ranks=1, seq_len=256, groups_per_step=1, trees=True)
     assert plane.put(answers("a"))
     with plane.source(0, world=1) as source:
@@ -80,7 +80,7 @@ def test_inspect_draws_the_last_step_of_a_run(
 
 
 def test_inspect_draws_the_samples_of_a_frame(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[bench]'")
     (tmp_path / "a.frame").write_bytes(ps.encode(answers("a")))
     words = ["inspect", str(tmp_path / "a.frame"), "--plot", str(tmp_path / "a.svg"), "--ranks", "2"]
     assert main([*words, "--cap", "512"]) == 0 and "not computed twice" not in capsys.readouterr().out

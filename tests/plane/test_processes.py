@@ -35,7 +35,7 @@ def test_a_run_on_two_hosts_that_share_a_folder_goes_straight_to_it_and_outlives
     try:
         result = torture_hosts(tmp_path / "run", kills=3, seed=1)
     except NoNamespaces as error:
-        pytest.skip(f"needs mount and network namespaces: {error}")
+        pytest.skip(f"needs mount and network namespaces (root, or user namespaces allowed): {error}")
     assert result.good, result
     assert result.kills.total() == 3
     assert all(result.stored[name] for name in ("producer-0", "producer-1", "rank-0", "rank-3"))
@@ -155,7 +155,7 @@ def _can_mount() -> bool:
     return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.skipif(not _can_mount(), reason="needs a private mount namespace")
+@pytest.mark.skipif(not _can_mount(), reason="needs a mount namespace: run as root, or allow user namespaces")
 def test_a_small_filesystem_that_is_full_refuses_puts_with_reads_going_on(tmp_path: Path) -> None:
     script = FILL.replace("resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100_000, resource.RLIM_INFINITY))", "")
     script = script.replace(
@@ -198,7 +198,7 @@ def _strace_works() -> bool:
         return False
 
 
-@pytest.mark.skipif(not _strace_works(), reason="needs strace")
+@pytest.mark.skipif(not _strace_works(), reason="needs strace and the right to trace: apt-get install strace")
 @pytest.mark.parametrize("call", ["pwrite64", "fdatasync"])
 @pytest.mark.parametrize("what", ["signal=SIGKILL", "error=EIO", "error=ENOSPC"])
 def test_whatever_system_call_fails_nothing_acknowledged_is_lost(tmp_path: Path, call: str, what: str) -> None:

@@ -61,7 +61,7 @@ def test_it_agrees_with_a_plain_list(seed: int) -> None:
             table.unexpect(one)
         elif kind == 5:
             table = Table.restore(table.to_bytes(dump=lambda _: b""))
-        allowed = _allowed(dict(model), window, enough)
+        allowed = plainly_allowed(dict(model), window, enough)
         assert table.may_sample(len(allowed) + 1) is False
         if allowed:
             count = int(rng.integers(1, len(allowed) + 1))
@@ -72,7 +72,7 @@ def test_it_agrees_with_a_plain_list(seed: int) -> None:
             model |= dict.fromkeys(allowed[:count], "taken")
 
 
-def _allowed(model: dict[int, str], window: int, enough: int) -> list[int]:
+def plainly_allowed(model: dict[int, str], window: int, enough: int) -> list[int]:
     held = sorted(one for one, state in model.items() if state == "held")
     if len(held) >= enough:
         return held

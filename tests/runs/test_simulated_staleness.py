@@ -42,6 +42,16 @@ def test_dispatch_order_bounds_the_oldest_group_and_replay_keeps_the_trainer_bus
     assert all(one["steps"] == STEPS for one in found.values())
 
 
+def test_late_rewards_make_groups_older_and_the_window_trains_them_in_order_all_the_same() -> None:
+    late = {policy: simulate_staleness(policy, WORKLOAD, rates=Rates(judge_s=30), steps=STEPS) for policy in POLICIES}
+    assert all(one["steps"] == STEPS for one in late.values())
+    soon = {policy: simulate_staleness(policy, WORKLOAD, steps=STEPS) for policy in ("drop", "pace")}
+    assert late["drop"]["discarded"] > soon["drop"]["discarded"] + 0.05
+    # Groups that wait for their judge count as begun, so pacing begins no more than can be trained in time.
+    assert late["pace"]["idle"] > soon["pace"]["idle"] and late["pace"]["discarded"] == 0
+    assert abs(late["window"]["length_bias"]) < 0.03 and late["window"]["staleness_max"] < late["pace"]["staleness_max"]
+
+
 def test_the_same_workload_gives_the_same_figures() -> None:
     rates = Rates(groups_per_step=4, workers=8)
     once, again = (simulate_staleness("window", WORKLOAD, rates=rates, steps=10) for _ in range(2))
@@ -59,6 +69,8 @@ def test_the_command_prints_plots_and_reads_a_recorded_run(tmp_path: Path, capsy
     words = ["simulate", "staleness", "--steps", "5", "--groups", "2", "--workers", "4"]
     assert main([*words, "--from", str(tmp_path / "run"), "--policy", "pace", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["pace"]["steps"] == 5
+    assert main([*words, "--policy", "drop", "--judge-seconds", "20", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["drop"]["steps"] == 5
     assert main([*words, "--plot", str(tmp_path / "figure.svg")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["policy", *POLICIES]

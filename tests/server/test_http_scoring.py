@@ -39,7 +39,7 @@ def test_a_group_put_without_rewards_is_leased_scored_and_held(client: Client) -
     first = leased["samples"][0]
     assert (first["id"], first["group"], first["prompt"], first["token_ids"]) == ("a/0", "a", "17", [5, 6, 0, 1])
     assert first["loss_mask"] == [False, False, True, True]
-    assert ask(client, "/v1/lacking", column="rewards", timeout=0) == (200, {"samples": []})
+    assert ask(client, "/v1/lacking", column="rewards", timeout=0) == (200, {"samples": [], "leases": {}})
     values = {"a": {sample["id"]: 0.5 for sample in leased["samples"]}}
     assert ask(client, "/v1/attach", column="rewards", values=values) == (200, {"new": 2, "known": 0, "late": 0})
     assert ask(client, "/v1/attach", column="rewards", values=values) == (200, {"new": 0, "known": 2, "late": 0})
@@ -56,6 +56,24 @@ def test_a_lease_over_http_runs_out_and_the_group_goes_to_another_judge(client: 
     errors = {"b": {"b/0": "timed out", "b/1": "timed out"}}
     assert ask(client, "/v1/attach", column="rewards", errors=errors)[1]["new"] == 2
     assert client.ask("GET", "/v1/ledger")[1]["dropped"] == {"scored as error": 2}
+
+
+def test_a_lease_over_http_is_renewed_and_returned_like_that_of_a_task(client: Client) -> None:
+    client.put(without_rewards("c"))
+    client.put(without_rewards("d"))
+    leases = ask(client, "/v1/lacking", column="rewards", lease_s=600)[1]["leases"]
+    assert sorted(leases) == ["c", "d"]
+    numbers = [leases["c"], leases["d"]]
+    assert ask(client, "/v1/leases/renew", leases=numbers) == (200, {"cancelled": {}})
+    values = {"c": {"c/0": 0.5, "c/1": 1.0}}
+    assert ask(client, "/v1/attach", column="rewards", values=values)[1]["new"] == 2
+    _, renewed = ask(client, "/v1/leases/renew", leases=numbers)
+    assert renewed == {"cancelled": {str(leases["c"]): "completed: its values were attached"}}
+    assert ask(client, "/v1/leases/return", leases=[leases["d"]])[0] == 200
+    _, again = ask(client, "/v1/lacking", column="rewards", lease_s=600, timeout=120)  # 600 s before it would run out
+    assert list(again["leases"]) == ["d"]
+    values = {"d": {"d/0": 0.5, "d/1": 1.0}}
+    assert ask(client, "/v1/attach", column="rewards", values=values)[1]["new"] == 2
 
 
 @pytest.mark.parametrize(

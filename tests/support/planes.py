@@ -88,7 +88,7 @@ def check_written(engine: DirectEngine) -> None:
     """What the log says of every group is what the ledger counts."""
     totals = {(state.name.lower(), reason): n for (state, reason), n in engine.log.totals().items()}
     counted = engine.ledger.as_dict()
-    names = ("held", "scheduled", "delivered", "committed", "evaluation")
+    names = ("waiting", "held", "scheduled", "delivered", "committed", "evaluation")
     expected = {(name, ""): counted[name] for name in names if counted[name]}
     expected |= {("dropped", reason): n for reason, n in counted["dropped"].items()}
     assert {key: n for key, n in totals.items() if key[0] != "quarantined"} == expected

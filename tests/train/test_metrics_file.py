@@ -39,7 +39,7 @@ def test_json_lines_are_appended_and_hold_null_where_there_is_no_number(tmp_path
 @pytest.mark.filterwarnings("default")  # TensorBoard's own
 def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     reader = "tensorboard.backend.event_processing.event_accumulator"
-    accumulator = pytest.importorskip(reader, reason="TensorBoard is not installed")
+    accumulator = pytest.importorskip(reader, reason="needs TensorBoard: pip install '.[tensorboard]'")
     write(tmp_path, "tensorboard")
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -49,7 +49,7 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("default")  # wandb's own
 def test_weights_and_biases_keeps_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed")
+    pytest.importorskip("wandb", reason="needs wandb, which no other test uses: pip install '.[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     write(tmp_path, "wandb")
@@ -60,7 +60,7 @@ def test_weights_and_biases_keeps_a_run_offline(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.process
 def test_trackio_stores_a_run_and_continues_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("trackio", reason="trackio is not installed")
+    pytest.importorskip("trackio", reason="needs trackio, which no other test uses: pip install '.[trackio]'")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     script = "import pathlib, sys; from tests.train.test_metrics_file import write; "
     script += "write(pathlib.Path(sys.argv[1]), 'trackio')"

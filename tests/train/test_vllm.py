@@ -71,7 +71,7 @@ def test_the_trainer_gives_vllms_tokens_vllms_logprobs(tmp_path: Path, monkeypat
         "VLLM_NO_USAGE_STATS": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
+    vllm = pytest.importorskip("vllm", reason="needs vLLM, several GB: pip install vllm, in an environment of its own")
     model = build_model(MODEL, seed=3).eval()
     model.save_pretrained(tmp_path / "model")
     engine = vllm.LLM(

@@ -43,7 +43,9 @@ def puts_go_on(plane: PlaneProcess, name: str) -> bool:
         return client.put(named_group(name, samples=1, tokens=4), timeout=60)
 
 
-@pytest.mark.skipif(not is_supported(), reason="the kernel does not count what a connection received")
+@pytest.mark.skipif(
+    not is_supported(), reason="needs Linux with glibc, whose kernel counts what a connection received (TCP_INFO)"
+)
 def test_a_message_whose_parts_never_end_is_cut_and_its_memory_freed(plane: PlaneProcess) -> None:
     with Peak(plane.pid) as peak:
         sent = unfinished_message(plane.url, mebibytes=1500)
@@ -86,7 +88,9 @@ def test_many_whole_messages_are_taken_a_bounded_number_of_bytes_at_a_time() -> 
     plane.close()
 
 
-@pytest.mark.skipif(not is_supported(), reason="the kernel does not count what a connection received")
+@pytest.mark.skipif(
+    not is_supported(), reason="needs Linux with glibc, whose kernel counts what a connection received (TCP_INFO)"
+)
 @pytest.mark.parametrize("secured", [False, True], ids=["plain", "keys"])
 def test_a_connection_that_is_taken_from_is_never_cut(
     tmp_path: Path, secured: bool, caplog: pytest.LogCaptureFixture
@@ -110,7 +114,9 @@ def test_a_connection_that_is_taken_from_is_never_cut(
     plane.close()
 
 
-@pytest.mark.skipif(not is_supported(), reason="the kernel does not count what a connection received")
+@pytest.mark.skipif(
+    not is_supported(), reason="needs Linux with glibc, whose kernel counts what a connection received (TCP_INFO)"
+)
 def test_only_the_connection_with_the_most_is_cut() -> None:
     plane = SocketPlane(max_message=MIB)
     honest = SocketClient(plane.url)

@@ -101,7 +101,7 @@ def test_penstock_tokens_fails_on_a_damaged_file(tmp_path: Path, capsys: pytest.
 
 
 def test_row_groups_are_bounded_by_the_bytes_of_images(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install '.[parquet]'")
     from PIL import Image
 
     store = AssetStore(tmp_path / "assets")

@@ -117,6 +117,14 @@ def test_evictions_and_quarantines_stand_before_the_step_that_was_planned_next(d
     assert notes.read().events == (event,), "records are read once"
 
 
+def test_an_environment_that_left_is_not_called_a_tenant(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"ranks": 1, "seq_len": 64, "groups_per_step": 1}
+    for weights in ({"math": 1.0, "code": 1.0}, {"math": 1.0}):
+        ps.open(tmp_path / "plane", **settings, env_weights=weights).close()
+    texts = [one.text for one in read(tmp_path).events]
+    assert "environment 'code' was evicted: no longer in env_weights" in texts
+
+
 def test_only_the_newest_events_are_kept_in_the_log(tmp_path: Path) -> None:
     from penstock.log import ended, started
 

@@ -18,7 +18,7 @@ from penstock.view.parquet import ParquetFile, read_parquet, records_to_parquet,
 from penstock.view.record import FIELDS
 from tests.support.exports import Words, make_export, samples_of_step, terms_of
 
-pq = pytest.importorskip("pyarrow.parquet")
+pq = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install '.[parquet]'")
 
 
 def same(a: Record, b: Record) -> bool:

@@ -94,7 +94,14 @@ def _cluster_timeouts() -> Timeouts:
     return CLUSTER_TIMEOUTS
 
 
-_signature = LateSignature(open, _cluster_settings)
+def _plane_settings() -> type[Any]:
+    from penstock.plane import PlaneSettings
+
+    return PlaneSettings
+
+
+# The settings of a Ray plane are the most there are, but a reader of `help` wants the defaults of a plane in a folder.
+_signature = LateSignature(open, _cluster_settings, _plane_settings)
 open.__signature__ = _signature  # type: ignore[attr-defined]
 
 

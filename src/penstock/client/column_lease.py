@@ -239,7 +239,12 @@ async def alease_forever(
         yield ColumnLease(connection, asked, *found)
 
 
-def lease_once(connection: ProducerConnection, asked: LeaseRequest) -> Conversation[list[Sample]]:
-    """Lease groups once, without renewing them. Returns the samples, which come from the plane."""
+def lease_once(
+    connection: ProducerConnection, asked: LeaseRequest
+) -> Conversation[tuple[dict[str, int], list[Sample]]]:
+    """Lease groups once, without renewing them. Returns the lease of each group, and samples that the plane read."""
     found = yield from _Worker(connection, asked).next()
-    return [] if found is None else found[1]
+    if found is None:
+        return {}, []
+    leased, samples = found
+    return dict(zip(dict.fromkeys(sample.group for sample in samples), leased.leases, strict=True)), samples

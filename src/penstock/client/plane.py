@@ -473,8 +473,8 @@ class Plane:
         """Return up to `most` events behind a cursor. Waits up to `wait_s` seconds for the first."""
         return (await self._arun(ask_page(self._connection, after, most, wait_s))).events
 
-    async def alease_once(self, asked: LeaseRequest) -> list[Sample]:
-        """Lease groups that lack a column without renewing the lease. Returns their samples: for the HTTP API."""
+    async def alease_once(self, asked: LeaseRequest) -> tuple[dict[str, int], list[Sample]]:
+        """Lease groups that lack a column, without renewing. Returns lease by group, and samples: for the HTTP API."""
         from penstock.client.column_lease import lease_once
 
         return await self._arun(lease_once(self._connection, asked))

@@ -23,6 +23,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -42,6 +43,7 @@ from penstock.version import __version__
 Verdict = Literal["ok", "warning", "failure"]
 _NEEDED = ("numpy", "msgspec", "pyzmq", "zstandard", "xxhash")
 _SYNCS = 30
+_WIDTH = 100
 _MARKS = {"ok": "ok   ", "warning": "note ", "failure": "FAIL "}
 _TRY_IMPORTS = """
 import importlib, sys
@@ -87,9 +89,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _text(findings: list[Finding], *, healthy: bool) -> str:
     width = max(len(finding.name) for finding in findings)
-    lines = [f"{_MARKS[f.verdict]} {f.name.ljust(width)}  {f.text}" for f in findings]
+    lines = [_wrapped(f"{_MARKS[f.verdict]} {f.name.ljust(width)}  ", f.text) for f in findings]
     end = "Everything essential works." if healthy else "Something essential does not work: see the lines marked FAIL."
     return "\n".join([*lines, "", end])
+
+
+def _wrapped(start: str, text: str) -> str:
+    lines = textwrap.wrap(text, _WIDTH - len(start), break_long_words=False, break_on_hyphens=False)
+    return start + f"\n{' ' * len(start)}".join(lines)
 
 
 # ------------------------------------------------------------------ this machine
@@ -147,11 +154,11 @@ def _extras() -> Iterator[Finding]:
     there = {name: extra for name, extra in EXTRAS.items() if extra.installed}
     broken = import_failures({module for extra in there.values() for module in extra.modules})
     works = [name for name, extra in there.items() if broken.keys().isdisjoint(extra.modules)]
-    text = f"imported: {', '.join(works) or 'none'}"
+    yield Finding(name="extras", verdict="ok", text=f"imported: {', '.join(works) or 'none'}")
     absent = [f"{name} ({extra.purpose})" for name, extra in EXTRAS.items() if name not in there]
     if absent:
-        text += f"; not installed: {', '.join(absent)}; {install('NAME')} adds one"
-    yield Finding(name="extras", verdict="ok", text=text)
+        text = f"not installed: {', '.join(absent)}; {install('NAME')} adds one"
+        yield Finding(name="extras", verdict="ok", text=text)
     for name, extra in there.items():
         for module in broken.keys() & set(extra.modules):
             text = f"{name}: installed, but {module} cannot be imported: {broken[module]}; {install(name)} again"

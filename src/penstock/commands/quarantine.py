@@ -56,6 +56,6 @@ def _in_folder(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def table(found: list[dict[str, Any]]) -> list[str]:
-    rows = [["group", "run", "samples", "why"]]
+    rows = [["group", "tenant or env", "samples", "why"]]
     rows += [[printable(g["id"]), printable(g["run"]), str(g["samples"]), printable(g["reason"])] for g in found]
     return aligned(rows, left=4)

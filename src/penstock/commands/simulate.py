@@ -11,6 +11,9 @@ table, limiter and planner are those of a plane; only time is simulated.
 
 "length bias" compares the mean length of what was trained with what was generated: -30 % means that the trainer sees
 answers a third shorter than the model gives.
+
+Not simulated: weights of environments (env_weights), shares of tenants, deadlines and filters of late rewards, workers
+that die.
 """
 
 from __future__ import annotations
@@ -60,6 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--train-ratio", type=float, default=1.2, metavar="X", help="speed of training over generation; default 1.2"
     )
+    parser.add_argument(
+        "--judge-seconds", type=float, default=0.0, metavar="S", help="mean wait for late rewards; default 0: none"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures to an .svg or .png file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -68,8 +74,12 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     workload = _workload(args)
     rates = Rates(
-        groups_per_step=args.groups, workers=args.workers, ranks=args.ranks, train_ratio=args.train_ratio
-    )  # fmt: skip
+        groups_per_step=args.groups,
+        workers=args.workers,
+        ranks=args.ranks,
+        train_ratio=args.train_ratio,
+        judge_s=args.judge_seconds,
+    )
     found = {
         policy: simulate_staleness(
             policy, workload, rates=rates, staleness=args.staleness, window=args.window, steps=args.steps
@@ -86,7 +96,7 @@ def _check(args: argparse.Namespace) -> None:
     bounds = {
         "steps": (1, 100_000), "groups": (1, 65_536), "workers": (1, 65_536), "ranks": (1, 4_096),
         "staleness": (0, 10_000), "samples": (1, 4_096), "train_ratio": (1e-3, 1e3), "window": (0, 1),
-        "seed": (0, 2**63),
+        "seed": (0, 2**63), "judge_seconds": (0, 1e6),
     }  # fmt: skip
     for name, (least, most) in bounds.items():
         if not least <= getattr(args, name) <= most:

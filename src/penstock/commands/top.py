@@ -163,7 +163,7 @@ def _bias(metrics: dict[str, float]) -> list[str]:
     """Say how what is trained differs from what was put; empty if unknown."""
     forms = {"length_bias": "length {:+.1%}", "reward_bias": "reward {:+.3f}"}
     found = [form.format(metrics[f"train/{name}"]) for name, form in forms.items() if f"train/{name}" in metrics]
-    return [f"bias       {', '.join(found)}: trained against put, since the plane started"] if found else []
+    return [f"bias       {', '.join(found)}: trained against put, since the run began"] if found else []
 
 
 def _waiting(now: dict[str, Any]) -> str:

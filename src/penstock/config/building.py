@@ -52,7 +52,10 @@ def _record(kind: type[Any], tables: Mapping[str, Any], given: Given, path: str,
     try:
         return kind(**values)
     except ConfigError as error:
-        origin = given.origin(path) if path else given.where
+        # "listen: empty; ..." is about `listen`, which the command line may have set beside a file.
+        named = [_join(path, name) for name in str(error).partition(":")[0].split(", ") if name in settings]
+        origins = {given.origin(at): None for at in named} or {given.origin(path) if path else given.where: None}
+        origin = " and ".join(origins)
         table = f"{given.name(path)}: " if given.name(path) else ""
         raise ConfigError(f"{origin}: {table}{str(error).removeprefix(table)}") from None
 

@@ -62,13 +62,18 @@ def signature_of(function: Callable[..., Any], kind: type[Any]) -> inspect.Signa
     return _spelled_out(inspect.signature(function), kind)
 
 
-def _spelled_out(own: inspect.Signature, kind: type[Any]) -> inspect.Signature:
+def _spelled_out(own: inspect.Signature, kind: type[Any], base: type[Any] | None = None) -> inspect.Signature:
+    """Spell out the keywords of `kind`, with the defaults that they have in `base`."""
     kept = [one for one in own.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    defaults = {keyword.name: keyword.default for keyword in keywords_of(kind)}
+    defaults |= {keyword.name: keyword.default for keyword in keywords_of(base)} if base is not None else {}
     more = [
         inspect.Parameter(
             keyword.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if keyword.default is dataclasses.MISSING else keyword.default,
+            default=inspect.Parameter.empty
+            if defaults[keyword.name] is dataclasses.MISSING
+            else defaults[keyword.name],
             annotation=argument_type(keyword.setting),
         )
         for keyword in keywords_of(kind)
@@ -77,12 +82,14 @@ def _spelled_out(own: inspect.Signature, kind: type[Any]) -> inspect.Signature:
 
 
 class LateSignature(inspect.Signature):
-    """`signature_of` for a function whose settings are too slow to import: they are loaded when it is looked at."""
+    """`signature_of` for a function whose settings are too slow to import: they are loaded when it is looked at.
 
-    def __init__(self, function: Callable[..., Any], kind: Callable[[], type[Any]]) -> None:
+    The first of `kinds` has the settings, the last one the defaults."""
+
+    def __init__(self, function: Callable[..., Any], *kinds: Callable[[], type[Any]]) -> None:
         own = inspect.signature(function)
         super().__init__(list(own.parameters.values()), return_annotation=own.return_annotation)
-        self._make: Callable[[], inspect.Signature] = lambda: _spelled_out(own, kind())
+        self._make: Callable[[], inspect.Signature] = lambda: _spelled_out(own, kinds[0](), kinds[-1]())
 
     @property
     def parameters(self) -> types.MappingProxyType[str, inspect.Parameter]:

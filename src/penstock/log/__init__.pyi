@@ -30,7 +30,7 @@ from penstock.log.finding import note_url as note_url
 from penstock.log.finding import open_existing as open_existing
 from penstock.log.finding import reading as reading
 from penstock.log.finding import url_of as url_of
-from penstock.log.folder_lock import is_held as is_held
+from penstock.log.folder_lock import LogInUse as LogInUse
 from penstock.log.folder_lock import own as own
 from penstock.log.folder_lock import release as release
 from penstock.log.folder_lock import take_over as take_over

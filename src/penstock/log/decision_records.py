@@ -120,6 +120,10 @@ class Awaited(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The advantage to compute when the rewards are there, by name; empty: none."""
     filters: tuple[str, ...] = ()
     """Filters to apply then, by name."""
+    at: float = 0.0
+    """Unix time of the put."""
+    epoch: int = 0
+    """The epoch in which it was put; 0 in logs of earlier versions."""
 
 
 class AwaitColumns(_Record, frozen=True, tag="await columns"):

@@ -24,18 +24,22 @@ _open: set[int] = set()
 _registered: list[bool] = []
 
 
+class LogInUse(Conflict):
+    """Another process has the run's folder or log locked. It may let go, so a caller can wait and try again."""
+
+
 def own(folder: Path, what: str = "plane") -> int:
-    """Lock a folder for this process and return the lock, for `release`. Raises Conflict if another process has it."""
+    """Lock a folder for this process and return the lock, for `release`. Raises LogInUse if another process has it."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     if not _try_lock(descriptor):
         holder = os.pread(descriptor, 128, 0).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)
         if holder == _me():
-            raise Conflict(
+            raise LogInUse(
                 f"{folder}: this process has it open already; call close() on that {what} first, or open it in `with`"
             )
-        raise Conflict(f"{folder}: another {what} has it open (process {holder}); stop it or use another folder")
+        raise LogInUse(f"{folder}: another {what} has it open (process {holder}); stop it or use another folder")
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{_me()}\n".encode(), 0)
     _close_in_children(descriptor)
@@ -48,18 +52,6 @@ def release(lock: int) -> None:
         _open.discard(lock)
         fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
-
-
-def is_held(folder: Path) -> bool:
-    """Return whether another process has a run's folder locked."""
-    try:
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        return not _try_lock(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def take_over(folder: Path, after_s: float) -> bool:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from penstock.errors import Conflict, CorruptFile, DiskFull, StorageError
+from penstock.errors import CorruptFile, DiskFull, StorageError
+from penstock.log.folder_lock import LogInUse
 from penstock.log.log_reader import LogReader
 
 LOG = "log.sqlite"
@@ -43,7 +44,7 @@ def quick_check(db: sqlite3.Connection) -> str:
 
 @contextmanager
 def reading_sqlite(path: Path) -> Iterator[SqliteReader]:
-    """Read a log's file. Raises CorruptFile if it is damaged, Conflict if its plane has it locked exclusively."""
+    """Read a log's file. Raises CorruptFile if it is damaged, LogInUse if its plane has it locked exclusively."""
     # Without a -wal file no process has the log open. "immutable" then reads it without creating files beside it.
     mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
     try:
@@ -55,7 +56,7 @@ def reading_sqlite(path: Path) -> Iterator[SqliteReader]:
             log.close()
     except sqlite3.DatabaseError as error:
         if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY"):
-            raise Conflict(
+            raise LogInUse(
                 f"{path}: on a network filesystem its plane has it locked; ask the plane by its address, or stop it"
             ) from None
         raise CorruptFile(f"{path}: {error}; if a plane is just starting on it, try again") from None
@@ -89,7 +90,7 @@ def _open_live(path: Path) -> sqlite3.Connection:
 
 @contextmanager
 def typed_errors(where: str) -> Iterator[None]:
-    """Turn SQLite's errors into ours: DiskFull, Conflict, CorruptFile or StorageError, with what to do."""
+    """Turn SQLite's errors into ours: DiskFull, LogInUse, CorruptFile or StorageError, with what to do."""
     try:
         yield
     except sqlite3.DatabaseError as error:
@@ -97,7 +98,7 @@ def typed_errors(where: str) -> Iterator[None]:
         if code.startswith(("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")):
             raise DiskFull(f"{where}: {error}; nothing was written; make room, or raise max_disk_bytes") from None
         if code.startswith("SQLITE_BUSY"):
-            raise Conflict(f"{where}: another process has it open; stop it or use another folder") from None
+            raise LogInUse(f"{where}: another process has it open; stop it or use another folder") from None
         if code.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
             raise CorruptFile(f"{where}: {error}; restore the folder from a copy") from None
         raise StorageError(f"{where}: {error}") from None

@@ -6,11 +6,14 @@ before any producer is answered, many groups with one sync.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TypeAlias
+
+import msgspec
 
 from penstock.arrays import check_priority
 from penstock.errors import Conflict, DiskFull, InvalidInput, Overloaded, PenstockError
@@ -382,7 +385,7 @@ class Acceptance:
         if not groups:
             return outcomes
         first = state.op + 1
-        before = list(enumerate(_before(groups), start=first))
+        before = list(enumerate(_before(groups, self._recorder.log.epoch), start=first))
         rows = [_row(group, op) for op, group in enumerate(groups, start=first + len(before))]
         evaluated = sum(group.size for group in groups if group.is_evaluation)
         if evaluated:
@@ -454,6 +457,7 @@ class Acceptance:
         counts["groups_untrained"] += bool(why_untrained(group.metadata))
         if group.awaited is None:
             self.generated.add(group.metadata)
+            state.bias.put(row, group.metadata.rewards)
         counts["groups_awaited"] += group.awaited is not None
         self.filtered_in_a_row.clear()
         stale = not state.take_in(row)
@@ -489,11 +493,12 @@ def _first_state(group: Incoming) -> State:
     return State.HELD if group.awaited is None else State.WAITING
 
 
-def _before(groups: Sequence[Incoming]) -> list[Record]:
+def _before(groups: Sequence[Incoming], epoch: int) -> list[Record]:
     """Return the decisions that say how these groups are accepted: priorities other than 1, and what some wait for."""
     trained = [group for group in groups if not group.is_evaluation]
     given = {group.id: group.priority for group in trained if group.priority != 1.0}
-    awaited = {group.id: group.awaited for group in trained if group.awaited is not None}
+    put = {"at": time.time(), "epoch": epoch}
+    awaited = {one.id: msgspec.structs.replace(one.awaited, **put) for one in trained if one.awaited is not None}
     found: list[Record] = [GivePriorities(priorities=given)] if given else []
     return [*found, AwaitColumns(groups=awaited)] if awaited else found
 

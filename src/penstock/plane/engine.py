@@ -271,8 +271,7 @@ class Engine:
         self.counts["tokens_masked"] += planned.masked[0]
         self.counts["samples_masked"] += planned.masked[1]
         self.recorder.on_stage("planned", self._rows(drawn.step), drawn.step)
-        self.acceptance.generated.bias.planned(planned.summaries, [place.num_samples for place in drawn.groups])
-        self.acceptance.generated.close(drawn.step, self.tenant_tables.metrics())
+        self.acceptance.generated.close(drawn.step, self.tenant_tables.metrics(), self.state.bias.metrics())
 
     def undo_draw(self, drawn: Drawn, bad: Mapping[int, str]) -> None:
         """Undo a draw that cannot be planned, and quarantine the groups that caused it.

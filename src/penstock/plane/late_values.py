@@ -7,6 +7,7 @@ and its filters applied, in the transaction that completes it. From then on its 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ Given: TypeAlias = dict[int, float | None]
 """Sample -> value; None: it could not be scored."""
 MOST_OVERDUE = 64
 """Groups whose deadline is settled in one turn."""
+MOST_RESTARTS = 3
+"""Restarts of the plane that give a waiting group its full time again."""
 _MAX_WHY = 200
 
 
@@ -66,7 +69,7 @@ class LateDecisions:
         self._asked: dict[object, AttachValues] = {}
         """Messages of this turn, by ticket: a repeated one is answered once."""
         self._arrived: deque[tuple[float, int]] = deque()
-        """(when, op): groups up to this op arrived by then. Not in the log, so deadlines begin again with a restart."""
+        """(when, op): groups up to this op arrived by then. Begins again with a restart, but see `_go_on`."""
         self._seen_op = 0
 
     def offer(self, ticket: object, message: AttachValues) -> None:
@@ -167,18 +170,21 @@ class LateDecisions:
                 kinds = tuple(sorted(verdict.metadata.kinds.items()))
                 recorder.log.set_metadata(op, verdict.metadata.to_bytes(), kinds)
                 recorder.log.add_summaries([(op, summary_of(verdict.metadata))])
-        for op, record in numbered:
-            recorder.state.redo(op, record)
-        for verdict in turn.verdicts.values():
+        for op, verdict in turn.verdicts.items():
             counts["groups_admitted" if not verdict.reason else "groups_dropped_late"] += 1
             if not verdict.reason:
                 self._acceptance.generated.add(verdict.metadata)
+                recorder.state.bias.put(recorder.state.rows[op], verdict.metadata.rewards)
+        for op, record in numbered:
+            recorder.state.redo(op, record)
 
     # -------------------------------------------------------------- deadlines
 
     def tick(self, now: float) -> None:
         """Settle groups that have waited too long. Costs nothing while none has."""
         waiting, limit = self._recorder.state.late.waiting, self._settings.needs_deadline_s
+        if not self._seen_op:
+            self._go_on(now)
         newest = next(reversed(waiting), 0)
         if newest > self._seen_op:
             self._arrived.append((now, newest))
@@ -191,6 +197,18 @@ class LateDecisions:
             self.settle(overdue)
         if len(overdue) < MOST_OVERDUE:
             self._arrived.popleft()
+
+    def _go_on(self, now: float) -> None:
+        """Let groups that saw many planes come and go wait by the time of their put.
+
+        A restart gives a group its full time again, because judges could not attach while the plane was away. Without
+        a bound, groups would wait for ever for a plane that restarts more often than their deadline."""
+        for op, group in self._recorder.state.late.waiting.items():
+            put = group.awaited
+            if not put.epoch or self._recorder.log.epoch - put.epoch <= MOST_RESTARTS:
+                return  # and all that came later
+            self._arrived.append((now - max(time.time() - put.at, 0.0), op))
+            self._seen_op = op
 
     def settle(self, ops: Iterable[int], *, overdue: bool = True) -> None:
         """Admit groups. Those whose columns did not come in time are dropped, or trained without, as `on_missing`

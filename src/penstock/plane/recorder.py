@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from penstock.errors import ConfigError, CorruptFile, DiskFull, Fenced, PenstockError, StorageError, WaitTimeout
 from penstock.frames import EvalMetadata
-from penstock.log import Discard, GroupOutcome, GroupRow, Log, Record, Shorten, State, numbers_taken
+from penstock.log import AdmitGroup, Discard, GroupOutcome, GroupRow, Log, Record, Shorten, State, numbers_taken
 from penstock.plane.evaluations import Evaluations
 from penstock.plane.manifest import read_manifest
 from penstock.plane.remembered import keeps_all
@@ -157,18 +157,25 @@ def rebuild(
     records = dict(log.records(after=since))
     steps = {op: (step, manifest, at) for step, op, manifest, at in recorded if op > since}
     rows |= {row.op: row for row in log.groups(after=since)}
+    put: list[GroupRow] = []
     for op in sorted([*(op for op in rows if op > since), *records, *steps]):
         if op in rows and rows[op].state is State.EVALUATION:
             state.take_evaluation(rows[op], None)
         elif op in rows:
             row = rows[op]
+            if row.id not in state.late.expected:
+                put.append(row)
             # Most rows are held: building each again took a fifth of the restart of a plane with 100,000 of them.
             is_held = row.state in (State.HELD, State.WAITING) and not row.reason
             state.take_in(row if is_held else replace(row, state=State.HELD, reason=""))
         elif op in records:
-            state.redo(op, records[op])
+            record = records[op]
+            if isinstance(record, AdmitGroup) and not record.reason:
+                put.append(state.rows[record.group])
+            state.redo(op, record)
         else:
             _draw_again(state, op, *steps[op])
+    state.bias.put_before(log, put)
     evaluated = log.groups_in(State.EVALUATION)
     metadata = log.metadata_of([row.op for row in evaluated])
     state.evaluations = Evaluations((row, _eval_metadata(metadata.get(row.op))) for row in evaluated)

@@ -62,6 +62,7 @@ class Saved(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Open leases."""
     tasks: list[SavedList] = []
     usable_groups: int = 0
+    bias: dict[str, tuple[float, float]] = {}
 
     def to_bytes(self) -> bytes:
         """Encode as a checksum and the content."""

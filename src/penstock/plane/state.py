@@ -58,10 +58,11 @@ from penstock.log import (
     Weigh,
     numbers_taken,
 )
+from penstock.plane.bias import Bias
 from penstock.plane.evaluations import Evaluations
 from penstock.plane.freeing import Freeing
 from penstock.plane.group_kinds import count_kinds
-from penstock.plane.late_groups import COLUMN, LateGroups
+from penstock.plane.late_groups import COLUMN, LateGroups, WaitingGroup
 from penstock.plane.lease_book import RETURNED, Lease, LeaseBook
 from penstock.plane.ledger import Ledger
 from penstock.plane.manifest import Manifest, read_manifest
@@ -110,7 +111,7 @@ class PlaneState:
         """Groups that were accepted and are trained, or may be."""
         self.late = LateGroups(self.leases)
         """Groups that wait for columns."""
-        self.outcomes = Outcomes()
+        self.outcomes, self.bias = Outcomes(), Bias()
         self.quarantined: dict[int, GroupRow] = {}
         """Groups in quarantine, by op."""
         self.tenant_tables = TenantTables(replay, self._on_left, env_unit)
@@ -165,11 +166,15 @@ class PlaneState:
         """Apply the acceptance of a group. Returns False if it was too stale and dropped."""
         self.op = max(self.op, row.op)
         self.rows[row.op], self.by_id[row.id] = row, row.op
+        awaited = self.late.expected.pop(row.id, None)
+        if awaited is not None:
+            # It holds its place in the order of dispatch. Before its lease ends, or the window would move on.
+            lease = self.leases.number_of(PROMPT, row.id)
+            self.tenant_tables.table(row.run).expect(row.op if lease is None else lease)
         self.tasks.accept(row.id, row.op)
         self.usable_groups += 1
         self.ledger.accepted += row.samples
         self.bytes_of[row.run] += row.size
-        awaited = self.late.expected.pop(row.id, None)
         if awaited is not None:
             return self._wait(row, awaited)
         self.ledger.add(State.HELD, "", row.samples)
@@ -194,10 +199,14 @@ class PlaneState:
             age = self.policy_version - (self.policy_version if row.policy_version is None else row.policy_version)
             if only_stale and (most is None or age <= most):
                 continue
-            self.late.remove(row)
+            self._end_wait(row)
             self._account(row, State.WAITING, State.DROPPED, reason)
             self.bytes_of[row.run] -= row.size
             self._forget(row.op, frame=True)
+
+    def _end_wait(self, row: GroupRow) -> WaitingGroup:
+        self.tenant_tables.table(row.run).unexpect(self.dispatch_of(row))
+        return self.late.remove(row)
 
     def _admit(self, record: AdmitGroup) -> None:
         """Let a group into its table that has its columns, or drop it."""
@@ -205,7 +214,7 @@ class PlaneState:
             self._drop_waiting([record.group], record.reason)
             return
         row = self.rows[record.group] = replace(self.rows[record.group], state=State.HELD, kinds=record.kinds)
-        self.tenant_tables.given[row.id] = self.late.remove(row).priority
+        self.tenant_tables.given[row.id] = self._end_wait(row).priority
         self._account(row, State.WAITING, State.HELD, "")
         self._insert(row)
 
@@ -271,6 +280,7 @@ class PlaneState:
     def planned(self, step: int, manifest: Manifest) -> None:
         """Note that the drawn step is planned and recorded."""
         self.steps[step], self._drawn = manifest, ()
+        self.bias.planned(manifest.summaries, [self.rows[group].samples for group in manifest.groups])
         self.ledger.mask(*manifest.masked)
 
     @property
@@ -409,6 +419,7 @@ class PlaneState:
             leases=self.leases.save(),
             tasks=self.tasks.save(),
             usable_groups=self.usable_groups,
+            bias=self.bias.sums,
         )
 
     def load(self, saved: Saved, log: Log) -> dict[int, GroupRow]:
@@ -425,7 +436,7 @@ class PlaneState:
         self.reports = saved.reports
         self.leases.load(saved.leases)
         self.tasks.load(saved.tasks)
-        self.usable_groups = saved.usable_groups
+        self.usable_groups, self.bias = saved.usable_groups, Bias(saved.bias)
         self.late.restore(saved.waiting, self.rows)
         for key in self.tenant_tables:
             count_kinds(self.kinds, self.row_of(key), 1)

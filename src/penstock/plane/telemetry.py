@@ -14,7 +14,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ from penstock.errors import Overloaded, PenstockError
 from penstock.frames import GroupMetadata
 from penstock.log import Log
 from penstock.plane.intake import NONE, OverLength
-from penstock.plane.manifest import GroupSummaries
 from penstock.protocol import MAX_REASON, Admission, Coordinator
 
 if TYPE_CHECKING:
@@ -172,37 +171,6 @@ _KEPT_STEPS = 64
 """Steps whose metrics are kept: more than are ever planned and not delivered."""
 
 
-class Bias:
-    """Mean length and reward of everything that was put, and of everything that steps train, since the plane started.
-
-    What is dropped as stale or trained late differs between the two: a policy that favours short answers shows here."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[float, float]] = {}
-
-    def add(self, side: str, name: str, total: float, weight: float) -> None:
-        """Add values with a sum and a weight. `side` is gen or train, `name` length or reward."""
-        if weight > 0 and math.isfinite(total):
-            before = self._sums.get(f"{side}/{name}_mean", (0.0, 0.0))
-            self._sums[f"{side}/{name}_mean"] = (before[0] + total, before[1] + weight)
-
-    def planned(self, summaries: GroupSummaries, samples: Sequence[int]) -> None:
-        """Count the groups of a planned step, with the number of samples of each."""
-        for name in ("length", "reward"):
-            for value, count in zip(summaries.numbers(name), samples, strict=False):
-                if value is not None:
-                    self.add("train", name, value * count, count)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the means, and how far what is trained deviates: relative for lengths, absolute for rewards."""
-        found = {name: total / weight for name, (total, weight) in self._sums.items()}
-        if found.get("gen/length_mean") and "train/length_mean" in found:
-            found["train/length_bias"] = found["train/length_mean"] / found["gen/length_mean"] - 1
-        if "gen/reward_mean" in found and "train/reward_mean" in found:
-            found["train/reward_bias"] = found["train/reward_mean"] - found["gen/reward_mean"]
-        return {name: value for name, value in found.items() if math.isfinite(value)}
-
-
 class Generated:
     """Means of reward, length and truncation over groups accepted since the last planned step.
 
@@ -214,7 +182,6 @@ class Generated:
         self._sums: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._of_step: dict[int, dict[str, float]] = {}
-        self.bias = Bias()
 
     def add(self, metadata: GroupMetadata) -> None:
         """Count a group that was accepted for training."""
@@ -222,12 +189,8 @@ class Generated:
         rewards = np.frombuffer(metadata.rewards, "<f4")
         scored = rewards[np.isfinite(rewards)]
         seconds = [one for one in metadata.seconds if one >= 0]
-        reward = float(scored.sum(dtype=np.float64))
-        length = float(np.frombuffer(metadata.lengths, "<i8").sum(dtype=np.float64))
-        self._note("reward", reward, len(scored))
-        self._note("length", length, count)
-        self.bias.add("gen", "reward", reward, len(scored))
-        self.bias.add("gen", "length", length, count)
+        self._note("reward", float(scored.sum(dtype=np.float64)), len(scored))
+        self._note("length", float(np.frombuffer(metadata.lengths, "<i8").sum(dtype=np.float64)), count)
         trained = np.frombuffer(metadata.loss_tokens, "<i8")
         self._note("completion_length", float(trained.sum(dtype=np.float64)), count)
         self._note("truncated", float(np.frombuffer(metadata.truncated, np.bool_).sum()), count)
@@ -238,11 +201,11 @@ class Generated:
             self._open[name] += count
             self._sums[name] = self._sums.get(name, 0.0) + total
 
-    def close(self, step: int, buffer: Mapping[str, float]) -> None:
-        """Close the interval of a planned step. `buffer` are the metrics of the tables at that moment."""
+    def close(self, step: int, buffer: Mapping[str, float], bias: dict[str, float]) -> None:
+        """Close the interval of a planned step, with the metrics of the tables and of the bias at that moment."""
         self._last = self._means()
-        held = {name: buffer[name] for name in ("buffer/items", "buffer/staleness_mean", "buffer/staleness_max")}
-        self._of_step[step] = self._last | held | self.bias.metrics()
+        names = ("buffer/items", "buffer/staleness_mean", "buffer/staleness_max")
+        self._of_step[step] = self._last | {name: buffer[name] for name in names} | bias
         while len(self._of_step) > _KEPT_STEPS:
             del self._of_step[next(iter(self._of_step))]
         self._open, self._sums = Counter(), {}
@@ -253,7 +216,7 @@ class Generated:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the last interval, or of the current one before the first step."""
-        return (self._last or self._means()) | self.bias.metrics()
+        return self._last or self._means()
 
     def _means(self) -> dict[str, float]:
         if not self._open:
@@ -405,6 +368,7 @@ def status_of(engine: Engine, coordinator: Coordinator, admission: Admission) ->
         "slow": engine.durations.slow(),
         "metrics": engine.tenant_tables.metrics()
         | engine.acceptance.generated.metrics()
+        | engine.state.bias.metrics()
         | engine.state.evaluations.metrics(),
         "reported": engine.numbers,
         "tenants": {} if settings.env_weights else engine.tenants(),

@@ -26,7 +26,7 @@ import msgspec
 
 from penstock.config import build
 from penstock.errors import Conflict, PenstockError
-from penstock.log import is_held, is_run, reading, take_over, with_run
+from penstock.log import LogInUse, is_run, reading, take_over, with_run
 from penstock.plane import ClusterSettings
 from penstock.server import Exit, Ready, run_plane
 
@@ -69,15 +69,14 @@ def _serve(settings: ClusterSettings, order: Order) -> int:
     """Run the plane as soon as the previous process has let go of the log, or can be taken over."""
     folder = Path(settings.folder)
     while True:
-        if order.run_id:
-            check_known(settings, order.run_id, order.address)
-        take_over(folder, _TAKE_OVER_S)
         try:
+            if order.run_id:
+                check_known(settings, order.run_id, order.address)
+            take_over(folder, _TAKE_OVER_S)
             return run_plane(settings, ready=partial(_say_ready, settings), parent=order.parent)
-        except Conflict as error:
-            # On a network filesystem the lock cannot be taken over. Wait until Ray has ended the other plane.
-            if not is_held(folder):
-                raise
+        except LogInUse as error:
+            # On a network filesystem the lock cannot be taken over. Wait until Ray has ended the other plane. Its lock
+            # is not tried meanwhile: a plane that starts in that moment would find it taken, and fail.
             _say({"waiting": str(error)})
             time.sleep(_LOOK_S)
 

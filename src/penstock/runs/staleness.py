@@ -2,7 +2,8 @@
 
 Nothing is generated or trained. A worker is busy for as long as its longest sample takes, the trainer for as long as
 its step costs. Between them is the real code: prompts are handed out as the limiter allows (`lease_room`), groups wait
-in a `Table`, steps are masked and planned as in a plane. The same workload and settings give the same numbers.
+in a `Table`, steps are masked and planned as in a plane. With late rewards a group waits for its judge first, and its
+worker does not. The same workload and settings give the same numbers.
 
     drop      groups that are more than `staleness` versions old when they are drawn are dropped
     mask      tokens that are more than `staleness` versions old are left out of the loss
@@ -59,6 +60,8 @@ class Rates:
     """Tokens per second of one sample."""
     train_ratio: float = 1.2
     """Speed of the trainer, relative to generation with all workers busy."""
+    judge_s: float = 0.0
+    """Mean seconds, exponentially distributed, until a finished group has its late rewards. 0: rewards come with it."""
 
 
 def lognormal_workload(prompts: int, samples: int, *, median: float, sigma: float, seed: int) -> Workload:
@@ -162,9 +165,12 @@ class _Simulation:
     trains: bool = False
     waiting: deque[tuple[int, GroupMetadata]] = field(default_factory=deque)
     """Finished groups that wait for room in the table. Their workers wait too."""
+    judged: dict[int, GroupMetadata] = field(default_factory=dict)
+    """Finished groups that wait for their rewards. Their workers go on, and they count as accepted."""
+    judges: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     began: dict[int, float] = field(default_factory=dict)
     events: list[tuple[float, int]] = field(default_factory=list)
-    """When, and the prompt that is finished; -1: the step."""
+    """When, and the prompt that is finished; -1: the step; -2 - prompt: its rewards."""
     generated: _Sums = field(default_factory=_Sums)
     trained: _Sums = field(default_factory=_Sums)
     stale: list[int] = field(default_factory=list)
@@ -175,8 +181,10 @@ class _Simulation:
         self._turn()
         while self.version < steps and self.events:
             self.now, what = heapq.heappop(self.events)
-            if what < 0:
+            if what == -1:
                 self._trained()
+            elif what < 0:
+                self._scored(-2 - what)
             else:
                 self._finished(what)
             self._turn()
@@ -214,16 +222,32 @@ class _Simulation:
     def _let_in(self) -> None:
         while self.waiting:
             prompt, group = self.waiting[0]
-            try:
-                handle = self.table.insert(
-                    prompt, group, policy_version=group.policy_version or 0, dispatch=prompt, timeout=0
-                )
-            except WaitTimeout:
+            if not self.rates.judge_s:
+                try:
+                    self.accepted += self._insert(prompt, group)
+                except WaitTimeout:
+                    return
+            elif self.table.may_insert(ahead=len(self.judged)):
+                self.accepted += 1
+                self.judged[prompt] = group
+                seconds = float(self.judges.exponential(self.rates.judge_s))
+                heapq.heappush(self.events, (self.now + seconds, -2 - prompt))
+            else:
                 return
-            self.accepted += handle is not None
-            if handle is None:
-                self.table.unexpect(prompt)
             self.waiting.popleft()
+
+    def _scored(self, prompt: int) -> None:
+        """Let a group into the table that has its late rewards. It had its room since it was put."""
+        if not self._insert(prompt, self.judged.pop(prompt)):
+            self.accepted -= 1
+
+    def _insert(self, prompt: int, group: GroupMetadata) -> bool:
+        """Returns False if the group is too stale."""
+        version = group.policy_version or 0
+        handle = self.table.insert(prompt, group, policy_version=version, dispatch=prompt, timeout=0)
+        if handle is None:
+            self.table.unexpect(prompt)
+        return handle is not None
 
     def _metadata(self, prompt: int) -> GroupMetadata:
         """Return the metadata of a generated group: weights changed while it was sampled."""
@@ -271,7 +295,8 @@ class _Simulation:
 
     def report(self) -> dict[str, float]:
         held_keys = self.table.keys()
-        may_train = [int(key) for key in held_keys if key not in self.used] + [prompt for prompt, _ in self.waiting]
+        may_train = [int(key) for key in held_keys if key not in self.used]
+        may_train += [*(prompt for prompt, _ in self.waiting), *self.judged]
         held = sum(int(self.workload.lengths[prompt % len(self.workload)].sum()) for prompt in may_train)
         settled = self.generated.tokens - held
         used = sum(self.used.values())

@@ -1,7 +1,7 @@
 """Late columns over HTTP, for judges in other languages: lease groups that lack a column, attach values.
 
-A lease lasts `lease_s` seconds and is not renewed: a judge that needs longer asks for longer. After that its groups go
-to another judge. Attaching needs no lease, so a slow judge loses nothing but its head start.
+A lease lasts `lease_s` seconds and is renewed with `POST /v1/leases/renew`, as that of a task. If it is not, its groups
+go to another judge. Attaching needs no lease, so a slow judge loses nothing but its head start.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class AskedLease(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     column: str
     groups: Annotated[int, Meta(description="at most 256")] = 8
-    lease_s: Annotated[float, Meta(description="seconds until the groups go to another judge")] = 60.0
+    lease_s: Annotated[float, Meta(description="seconds without a renewal until the groups go to another judge")] = 60.0
     timeout: Annotated[float, Meta(ge=0, le=MAX_WAIT_S, description="seconds to wait for groups")] = 20.0
 
 
@@ -44,6 +44,7 @@ class Leased(msgspec.Struct, kw_only=True):
     """Leased samples; none if no group lacked the column in time."""
 
     samples: list[LeasedSample]
+    leases: Annotated[dict[str, int], Meta(description="the lease of each group, to renew or return it")]
 
 
 class AskedAttach(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -79,7 +80,8 @@ async def lease(plane: Plane, body: bytes) -> Leased:
     """Lease groups, and return their samples."""
     asked = _read(_LEASE, body)
     request = LeaseRequest(asked.column, asked.groups, None, asked.lease_s, asked.timeout)
-    return Leased(samples=[_sample(one) for one in await plane.alease_once(request)])
+    leases, samples = await plane.alease_once(request)
+    return Leased(samples=[_sample(one) for one in samples], leases=leases)
 
 
 async def attach(plane: Plane, body: bytes) -> AttachedCounts:

@@ -113,17 +113,18 @@ class PlaneNotes:
         if newest < self._after:  # the log was restored from a copy
             self._decided, self._after = [], 0
         records = log.records(after=self._after)
-        found = [(op, one) for op, record in records if (one := _decision(record)) is not None]
+        tenant = "environment" if log.text("tables_by") == "env" else "tenant"
+        found = [(op, one) for op, record in records if (one := _decision(record, tenant)) is not None]
         self._after = newest
         if found:
             steps = sorted((op, step) for step, op in log.rows("SELECT step, op FROM steps"))
             self._decided = [*self._decided, *(_placed(log, steps, op, *one) for op, one in found[-_MOST:])][-_MOST:]
 
 
-def _decision(record: Record) -> tuple[str, str] | None:
-    """Return kind and text of a decision that is marked, None for others."""
+def _decision(record: Record, tenant: str) -> tuple[str, str] | None:
+    """Return kind and text of a decision that is marked, None for others. `tenant` is what the run calls a tenant."""
     if isinstance(record, EvictTenant):
-        return "evict", f"tenant {record.tenant!r} was evicted: {record.reason}"
+        return "evict", f"{tenant} {record.tenant!r} was evicted: {record.reason}"
     if isinstance(record, Quarantine | Lose):
         many = "1 group was" if len(record.groups) == 1 else f"{len(record.groups)} groups were"
         kind, what = ("quarantine", "quarantined") if isinstance(record, Quarantine) else ("lose", "lost")

@@ -33,7 +33,6 @@ def dropped_of(folder: Path) -> dict[str, Any]:
     rows = [
         {
             "id": one.id,
-            "run": one.run,
             "prompt": one.prompt,
             "state": one.state.name.lower(),
             "reason": one.reason,

@@ -5,7 +5,7 @@
     stale: "older than max_staleness allows",
     overflow: "the table was full, and others were worth more",
     sampled_out: "used as often as it may be",
-    evicted: "its tenant was evicted",
+    evicted: "its tenant was evicted, or its environment left env_weights",
     quarantined: "set aside, then given up",
     "columns missing": "its late columns did not come in time",
     "scored as error": "none of its samples could be scored",
