@@ -16,7 +16,7 @@ from penstock.plane.lease_book import Lease
 from penstock.plane.priorities import Reports
 from penstock.plane.task_book import SavedList
 
-FORMAT = 4
+FORMAT = 5
 
 
 class SavedTables(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

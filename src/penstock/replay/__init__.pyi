@@ -7,6 +7,8 @@ from penstock.replay.curricula import Curriculum as Curriculum
 from penstock.replay.curricula import DifficultyPools as DifficultyPools
 from penstock.replay.curricula import Sequential as Sequential
 from penstock.replay.curricula import Thompson as Thompson
+from penstock.replay.curricula import epoch_order as epoch_order
+from penstock.replay.curricula import read_curriculum as read_curriculum
 from penstock.replay.drawing import Drawing as Drawing
 from penstock.replay.fifo_lifo import Fifo as Fifo
 from penstock.replay.fifo_lifo import Lifo as Lifo
