@@ -37,7 +37,7 @@ from penstock.protocol import FeedbackEvent
 
 PROMPT = "prompt"
 """The kind of these leases."""
-REMOVED, EXPIRED = "removed", "leases expired"
+REMOVED, EXPIRED = "removed", "lease expired"
 _PREFIX = "task:"
 
 
