@@ -1,4 +1,4 @@
-"""A lease costs the same with a hundred prompts and with a hundred thousand, and a large list does not stop the loop."""
+"""A lease costs the same with a hundred prompts and with a hundred thousand; a large list does not stop the loop."""
 
 from __future__ import annotations
 
