@@ -58,7 +58,7 @@ def test_actors_lease_prompts_of_one_that_is_killed_again_and_a_judge_attaches_r
 ) -> None:
     import ray
 
-    run = new_run(needs=("rewards",))
+    run = new_run(needs=("rewards",), needs_deadline_s=600)
     samplers = ray.remote(Sampler).options(num_cpus=0)
     victim: Any = samplers.remote(run.address)
     held = ray.get(victim.hold.remote())
