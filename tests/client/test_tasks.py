@@ -73,7 +73,7 @@ def test_group_and_payload_are_filled_in(plane: ps.Plane, tmp_path: Path) -> Non
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"name": "b", "question": "1 + 1?", "answer": [2]}\n\n"a"\n')
     seen = {}
-    for task in plane.tasks(file, shuffle=False):
+    for task in plane.tasks(file, order=ps.Sequential(shuffle=False)):
         seen[task.prompt] = task.payload
         with task.group() as group:
             add(group)

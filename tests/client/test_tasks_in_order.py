@@ -28,7 +28,7 @@ def trained(plane: ps.Plane) -> list[tuple[int | None, str]]:
 def test_a_step_waits_for_the_oldest_lease_and_takes_groups_in_order_of_dispatch(tmp_path: Path) -> None:
     sampler = ps.WindowedFifo(target_offpolicy=2, window=0)
     with ps.open(tmp_path, ranks=1, seq_len=64, groups_per_step=2, sampler=sampler) as plane:
-        tasks = iter(plane.tasks(PROMPTS, shuffle=False, batch=len(PROMPTS)))
+        tasks = iter(plane.tasks(PROMPTS, order=ps.Sequential(shuffle=False), batch=len(PROMPTS)))
         a, b, c, d, e, f = [next(tasks) for _ in PROMPTS]
         for task in (d, c, b):
             work(task)

@@ -106,6 +106,16 @@ def test_groups_without_rewards_need_no_advantage() -> None:
     assert "advantages" not in group.samples[0]
 
 
+def test_advantages_of_turns_are_kept_or_rejected_never_replaced() -> None:
+    said = Turn([3, 4], logprobs=[-0.5, -0.5], advantages=[0.25, -4.0])
+    own = Trajectory(turns=[Turn([1, 2]), said], reward=1.0)
+    for advantage in (grpo, "grpo"):
+        with pytest.raises(InvalidInput, match=r"'x' rollout 1 .* its turns have advantages, .* give advantage=None"):
+            make_group([rollout(0.0), own], id="x", advantage=advantage)
+    kept = make_group([own], id="x", advantage=None).samples[0]
+    assert kept["advantages"].tolist()[2:] == [0.25, -4.0]
+
+
 def test_an_unscored_rollout_is_named() -> None:
     with pytest.raises(InvalidInput, match=r"group 'p' rollout 1 \(trajectory 'r9'\).reward: none"):
         make_group([rollout(1.0), rollout(None, id="r9")], id="p")

@@ -261,6 +261,7 @@ def test_rollouts_that_keep_failing_end_it_with_their_reason(endpoint: Endpoint,
         job.run(plane, tally)
     assert tally.groups == 0 and tally.failed >= 12
     assert plane.ledger.discarded["rollout failed"] >= 12 and plane.ledger.accepted == 0
+    assert all(event.outcome == "filtered" and event.prompt for event in plane.feedback())
 
 
 @pytest.mark.parametrize(

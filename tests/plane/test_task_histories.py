@@ -7,9 +7,9 @@ import random
 import pytest
 
 from penstock.plane.settings import Replay, Target
-from penstock.replay import Fifo, WindowedFifo
+from penstock.replay import DifficultyPools, Fifo, Thompson, WindowedFifo
 from tests.support.planes import OpenEngine
-from tests.support.task_model import STALENESS, TaskRun
+from tests.support.task_model import STALENESS, MakeOrder, TaskRun
 
 ACTIONS = {
     TaskRun.run_out: 1,
@@ -25,7 +25,14 @@ ACTIONS = {
 SAMPLERS = (Fifo(), WindowedFifo(target_offpolicy=1, window=0.3))
 
 
-def live(open_engine: OpenEngine, seed: int, *, changes: bool) -> TaskRun:
+ORDERS: dict[str, MakeOrder] = {
+    "pools": lambda _names: DifficultyPools({0.2: 1.0, 0.6: 3.0, 1.0: 0.5}, new=2.0),
+    "thompson": lambda _names: Thompson(candidates=4, decay=0.9),
+    "arms": lambda names: Thompson(arms={name: f"arm {int(name[1:]) % 3}" for name in names}),
+}
+
+
+def live(open_engine: OpenEngine, seed: int, *, changes: bool, order: MakeOrder | None = None) -> TaskRun:
     rng = random.Random(seed)
     engine = open_engine(
         target=Target(groups=2),
@@ -33,7 +40,7 @@ def live(open_engine: OpenEngine, seed: int, *, changes: bool) -> TaskRun:
         replay=Replay(sampler=SAMPLERS[seed % 2], max_staleness=STALENESS, capacity=1000),
         snapshot_every=rng.choice([5, 1 << 30]),
     )
-    run = TaskRun(engine, rng)
+    run = TaskRun(engine, rng, make_order=order, max_expiries=rng.choice([None, 1, 2, 3]))
     names = [f"n{number}" for number in range(rng.randrange(1, 9))]
     run.open(names, epochs=2, attempts=rng.randrange(1, 5), seed=seed)
     for _ in range(60):
@@ -52,7 +59,10 @@ def live(open_engine: OpenEngine, seed: int, *, changes: bool) -> TaskRun:
 def test_every_history_agrees_with_the_model_and_every_prompt_is_trained_once_per_epoch(
     open_engine: OpenEngine, seed: int
 ) -> None:
-    run = live(open_engine, seed, changes=False)
+    finish(live(open_engine, seed, changes=False))
+
+
+def finish(run: TaskRun) -> None:
     for _ in range(400):  # honest workers from here on: the rest is trained
         run.lease(4)
         run.put()
@@ -73,3 +83,14 @@ def test_a_list_that_changes_loses_nothing_and_repeats_nothing(open_engine: Open
     run = live(open_engine, seed, changes=True)
     run.restart()
     run.check()
+    run.check_events()
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("seed", range(2000, 2008))
+def test_a_curriculum_draws_from_the_log_what_it_draws_from_the_stream_of_events(
+    open_engine: OpenEngine, name: str, seed: int
+) -> None:
+    run = live(open_engine, seed, changes=seed % 2 == 0, order=ORDERS[name])
+    finish(run)
+    run.check_events()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.task_simulation import TaskSimulation
+from tests.support.task_simulation import ORDERS, TaskSimulation
 
 SEEDS, MORE_SEEDS, PARTS = 150, 630, 4
 
@@ -14,14 +14,20 @@ def test_every_prompt_is_trained_once_per_epoch_whatever_fails() -> None:
         TaskSimulation(seed).run()
 
 
+@pytest.mark.parametrize("order", ["pools", "thompson"])
+def test_every_task_that_a_curriculum_draws_is_trained_once_whatever_fails(order: str) -> None:
+    for seed in range(12):
+        TaskSimulation(seed, ORDERS[order]).run()
+
+
 @pytest.mark.deep
 def test_every_prompt_is_trained_once_per_epoch_in_more_runs() -> None:
     for seed in range(30, SEEDS):
-        TaskSimulation(seed).run()
+        TaskSimulation(seed, list(ORDERS.values())[seed % 3]).run()
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_prompt_is_trained_once_per_epoch_in_many_more_runs(part: int) -> None:
     for seed in range(SEEDS + part, MORE_SEEDS, PARTS):
-        TaskSimulation(seed).run()
+        TaskSimulation(seed, list(ORDERS.values())[seed % 3]).run()

@@ -418,7 +418,9 @@ def test_a_worker_without_python_leases_renews_returns_and_completes_tasks(plane
         return found
 
     with ps.open(plane.url) as line:
-        next(iter(line.tasks([{"name": "a", "q": 1}, "b"], name="http", shuffle=False))).give_back()
+        next(
+            iter(line.tasks([{"name": "a", "q": 1}, "b"], name="http", order=ps.Sequential(shuffle=False)))
+        ).give_back()
         first = post("/v1/leases", list="http", count=2, worker="go", lease_s=60)
         assert [task["prompt"] for task in first["tasks"]] == ["a", "b"]
         assert first["tasks"][0]["payload"] == {"name": "a", "q": 1}

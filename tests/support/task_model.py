@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from penstock.client.prompt_lists import order_fields
 from penstock.errors import PenstockError
 from penstock.frames import encode
 from penstock.log import Lose
 from penstock.plane.leases import Leases
+from penstock.plane.outcomes import events_between
 from penstock.plane.recorder import rebuild
-from penstock.plane.task_book import Task, read_task
+from penstock.plane.task_book import EXPIRED, Task, read_task
 from penstock.plane.task_service import TaskService
 from penstock.protocol import (
     AddPrompts,
@@ -28,12 +31,24 @@ from penstock.protocol import (
     list_digest,
 )
 from penstock.protocol.steps import Staged
+from penstock.replay import DifficultyPools, Thompson
 from tests.support.engines import DirectEngine
 from tests.support.groups import named_group
 from tests.support.planes import sqlite_of
 
 FAILED = "rollout failed"
 STALENESS = 1
+MakeOrder = Callable[[list[str]], DifficultyPools | Thompson]
+"""Makes the curriculum of a list with these names."""
+
+
+class Named(NamedTuple):
+    """An event of a prompt, by its name."""
+
+    outcome: str
+    prompt: str
+    rewards: tuple[float | None, ...]
+    step: int | None
 
 
 @dataclass
@@ -56,6 +71,16 @@ class TaskRun:
     late: int = 0
     epoch: int = 0
     """The last one that was handed out."""
+    make_order: MakeOrder | None = None
+    """None: every prompt once per epoch."""
+    max_expiries: int | None = None
+    expired: Counter[tuple[int, str]] = field(default_factory=Counter)
+    """How often in a row the lease on a task ran out."""
+    order: DifficultyPools | Thompson | None = None
+    """The same curriculum, by names, which reads what anyone can read: the stream of events."""
+    seen: int = 0
+    drawn: int = 0
+    """Prompts that the curriculum drew in this epoch."""
 
     def __post_init__(self) -> None:
         self._start()
@@ -72,6 +97,8 @@ class TaskRun:
         self.answers.clear()
         self.service.on_message("peer", message, self.now)
         self.turn()
+        while self.service.is_opening:
+            self.turn()
         (answer,) = self.answers
         return answer
 
@@ -93,9 +120,10 @@ class TaskRun:
             chunks=digests,
             epochs=epochs,
             seed=seed,
-            shuffle=True,
             attempts=attempts,
             again=("stale", "lost", FAILED),
+            max_expiries=self.max_expiries,
+            **order_fields(self.make_order(names) if self.make_order else None, names),
         )
         answer = self._ask(offer)
         assert isinstance(answer, PromptsOffered), answer
@@ -114,18 +142,28 @@ class TaskRun:
             assert self._ask(offer) == PromptsOffered(ticket=offer.ticket)
         self.attempts, self.epochs = attempts, epochs
         self._change(names)
+        if self.make_order is not None:
+            made = self.make_order(names)
+            made.begin(names, seed)
+            if self.order is not None:
+                made.restore(self.order.state())
+            self.order = made
 
     def _change(self, names: list[str]) -> None:
         epoch, gone = self.epoch, set(self.names) - set(names)
         self.names = names
         for (at, name), (what, *more) in list(self.state.items()):
-            if name in gone and what == "todo":
+            if name in gone and what == "returned":
+                self.expired.pop((at, name), None)
+            if name in gone and what == "returned" and self.make_order is not None:
+                self.state[at, name] = ("dropped", "removed")
+            elif name in gone and what == "todo":
                 self.state[at, name] = ("withdrawn", 0)
             elif name in gone and what == "returned":
                 self.state[at, name] = ("withdrawn", more[0]) if at == epoch else ("dropped", "removed")
             elif what == "withdrawn" and name in names and at >= epoch:
                 self.state[at, name] = ("returned", more[0]) if more[0] else ("todo",)
-        for at in range(1, self.epochs + 1):
+        for at in range(1, self.epochs + 1) if self.make_order is None else ():
             for name in names:
                 # A prompt that was not in an epoch when it ended does not join it afterwards.
                 if at >= max(epoch, 1):
@@ -134,24 +172,48 @@ class TaskRun:
     # -------------------------------------------------------------- workers
 
     def lease(self, count: int) -> None:
+        learned = self.engine.state.outcomes.last  # a hand-out may write further events, which it did not know
         answer = self._ask(
             LeaseTasks(ticket=self.rng.randrange(1 << 60), list="p", count=count, worker="w", lease_s=10.0)
         )
         assert isinstance(answer, TasksLeased)
+        if answer.tasks:
+            self._learn(learned)
         for one in answer.tasks:
             task = read_task(one.group)
             assert task is not None and (task.epoch, task.attempt) == (one.epoch, one.attempt)
             assert self.numbers.setdefault(task.prompt, one.prompt) == one.prompt
-            before = self.state[one.epoch, one.prompt]
-            assert before in (("todo",), ("returned", one.attempt)), (one, before)
+            before = self.state.get((one.epoch, one.prompt))
+            if self.order is not None and before is None:
+                self._check_draw(one)
+            else:
+                assert before in (("todo",), ("returned", one.attempt)), (one, before)
             assert one.prompt in self.names
             self.state[one.epoch, one.prompt] = ("leased", one.attempt, one.lease)
-            self.epoch = max(self.epoch, one.epoch)
+            self.epoch = max(self.epoch, one.epoch) if self.order is None else self.epoch
             self.leased[one.lease] = one
             self.versions[one.lease] = self.engine.policy_version
+        if not answer.tasks and self.order is not None:
+            assert self.epoch == self.epochs and self.drawn >= len(self.names)
         if not answer.tasks:
             places = [one[0] for (_, name), one in self.state.items() if name in self.names]
             assert "todo" not in places and "returned" not in places
+
+    def _check_draw(self, one: LeasedTask) -> None:
+        """The plane draws what the curriculum draws for anyone who reads the events."""
+        assert self.order is not None
+        if self.drawn >= len(self.names) or not self.epoch:
+            self.epoch, self.drawn = self.epoch + 1, 0
+        self.drawn += 1
+        times = sum(name == one.prompt for _, name in self.state)
+        assert (one.prompt, one.epoch, one.attempt) == (self.order.next(), times + 1, 0)
+
+    def _learn(self, until: int) -> None:
+        for event in events_between(self.engine.log, self.seen, until) if self.order is not None else ():
+            task = read_task(event.group)
+            name = "" if task is None else self.numbers[task.prompt]
+            self.order.observe(Named(event.outcome, name, event.rewards, event.step))
+            self.seen += 1
 
     def _is_leased(self, one: LeasedTask) -> bool:
         return self.state[one.epoch, one.prompt] == ("leased", one.attempt, one.lease)
@@ -166,9 +228,15 @@ class TaskRun:
             self.turn()
         for lease, one in self.leased.items():
             if lease not in alive and self._is_leased(one):
-                self._return(one, "")
+                self._return(one, "", expired=True)
 
-    def _return(self, one: LeasedTask, reason: str) -> None:
+    def _return(self, one: LeasedTask, reason: str, *, expired: bool = False) -> None:
+        count = self.expired.pop((one.epoch, one.prompt), 0) + expired
+        if expired and one.prompt in self.names and count == self.max_expiries:
+            self.state[one.epoch, one.prompt] = ("dropped", EXPIRED)
+            return
+        if expired and one.prompt in self.names:
+            self.expired[one.epoch, one.prompt] = count
         if reason:
             self._fail(one.epoch, one.prompt, one.attempt, reason)
         elif one.prompt in self.names:
@@ -177,7 +245,8 @@ class TaskRun:
             self._withdraw(one.epoch, one.prompt, one.attempt)
 
     def _withdraw(self, epoch: int, name: str, attempt: int) -> None:
-        self.state[epoch, name] = ("withdrawn", attempt) if epoch == self.epoch else ("dropped", "removed")
+        again = self.make_order is None and epoch == self.epoch
+        self.state[epoch, name] = ("withdrawn", attempt) if again else ("dropped", "removed")
 
     def _fail(self, epoch: int, name: str, attempt: int, reason: str) -> None:
         if reason in ("stale", "lost", FAILED) and attempt + 1 < self.attempts and name in self.names:
@@ -205,7 +274,8 @@ class TaskRun:
             del self.leased[lease]
         found = self.state[one.epoch, one.prompt]
         is_open = found[:2] in (("leased", one.attempt), ("returned", one.attempt))
-        frame = encode(named_group(one.group, policy_version=version, tokens=2 * self.rng.randrange(2, 9)))
+        samples = named_group(one.group, policy_version=version, tokens=2 * self.rng.randrange(2, 9))
+        frame = encode([sample.replace(rewards=self.rng.choice([0.0, 0.3, 1.0])) for sample in samples])
         outcome = self.engine.put("t", one.group, frame)
         outcomes = [outcome] if outcome else self.engine.flush()
         assert all(out.error is None for out in outcomes), outcomes
@@ -213,6 +283,7 @@ class TaskRun:
         self.late += outcomes[0].late
         if not is_open:
             return
+        self.expired.pop((one.epoch, one.prompt), None)
         if self.engine.policy_version - version > STALENESS:
             assert outcomes[0].stale
             self._fail(one.epoch, one.prompt, one.attempt, "stale")
@@ -309,4 +380,22 @@ class TaskRun:
         assert found.trained.total() == counts["trained"] == self.trained.total()
         assert not self.trained or max(self.trained.values()) == 1
         todo = [name for (_, name), one in self.state.items() if one[0] in ("todo", "returned")]
-        assert found.num_to_come == len([name for name in todo if name in self.names])
+        to_come = len([name for name in todo if name in self.names])
+        if self.order is not None:
+            left = max(len(self.names) - self.drawn, 0) if self.epoch else 0
+            to_come += left + (self.epochs - self.epoch) * len(self.names)
+        assert found.num_to_come == to_come
+        assert found.expired == {self._number(place): count for place, count in self.expired.items() if count}
+        given_up = sum(one == ("dropped", EXPIRED) for one in self.state.values())
+        assert found.dropped[EXPIRED] == self.engine.ledger.given_up[EXPIRED] == given_up
+
+    def _number(self, place: tuple[int, str]) -> tuple[int, int]:
+        return place[0], next(number for number, name in self.numbers.items() if name == place[1])
+
+    def check_events(self) -> None:
+        """Every prompt that was given up has one event that says so."""
+        newest = self.engine.state.outcomes.last
+        events = [one for one in events_between(self.engine.log, 0, newest) if one.reason == EXPIRED]
+        given_up = [place for place, one in self.state.items() if one == ("dropped", EXPIRED)]
+        assert sorted(event.prompt for event in events) == sorted(name for _, name in given_up)
+        assert all(event.outcome == "dropped" and read_task(event.group) for event in events)

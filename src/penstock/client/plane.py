@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from penstock.client.source import Source
     from penstock.client.tasks import Tasks
     from penstock.plane import Ledger, PlaneLoop
+    from penstock.replay import Curriculum
     from penstock.transport import ClientTransport
 
 P = ParamSpec("P")
@@ -312,10 +313,11 @@ class Plane:
         name: str = "prompts",
         epochs: int = 1,
         seed: int = 0,
-        shuffle: bool = True,
+        order: Curriculum | None = None,
         batch: int = 1,
         lease_s: float = 60.0,
         attempts: int = 16,
+        max_expiries: int | None = 5,
         again: Iterable[str] = ("stale", "lost", "rollout failed"),
         tenant: str = "",
     ) -> Tasks:
@@ -324,9 +326,13 @@ class Plane:
         Any number of processes may lease from one list. Every prompt is trained once per epoch, whatever process dies.
         `prompts` are names, or objects with a `name`, or a file with one of either in each line as JSON. `name` is the
         list's name: a run continues the list of an earlier start. `batch` tasks are leased at a time. A lease that is
-        not renewed for `lease_s` seconds, because its process died, returns. A group that is dropped for a reason in
-        `again` is made again, up to `attempts` times. `tenant` is the `run` of the samples, where tenants share the
-        plane.
+        not renewed for `lease_s` seconds, because its process died, returns; after `max_expiries` times in a row the
+        prompt is given up for this epoch. A group that is dropped for a reason in `again` is made again, up to
+        `attempts` times. `tenant` is the `run` of the samples, where tenants share the plane.
+
+        `order` is `Sequential()`, `Sequential(shuffle=False)`, or a curriculum that learns: `DifficultyPools(...)` or
+        `Thompson(...)`. An epoch of a curriculum is as many tasks as there are prompts, chosen by what became of
+        earlier groups.
         """
         from penstock.client.tasks import Tasks, TaskSettings
 
@@ -334,10 +340,11 @@ class Plane:
             name=name,
             epochs=epochs,
             seed=seed,
-            shuffle=shuffle,
+            order=order,
             batch=batch,
             lease_s=lease_s,
             attempts=attempts,
+            max_expiries=max_expiries,
             again=tuple(again),
             tenant=tenant,
         )

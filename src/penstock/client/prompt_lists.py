@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
+import numpy as np
 
 from penstock.errors import InvalidInput
-from penstock.protocol import MAX_PROMPTS, check_prompt
+from penstock.protocol import MAX_ARMS, MAX_PROMPTS, check_prompt
+
+if TYPE_CHECKING:
+    from penstock.replay import Curriculum
 
 Prompt: TypeAlias = str | Mapping[str, Any]
 """A name, or an object with a `name` and whatever a worker needs."""
@@ -70,3 +74,28 @@ def _lines(path: Path) -> Iterator[tuple[str, object]]:
                 yield f"line {number}", msgspec.json.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise InvalidInput(f"{path}, line {number}: not JSON: {error}") from None
+
+
+def order_fields(order: Curriculum | None, names: Sequence[str]) -> dict[str, Any]:
+    """Return what an offer of a list says about its order.
+
+    The plane runs no code of a worker: it gets the name of a class that it knows, and parameters."""
+    if order is None:
+        return {"shuffle": True}
+    from penstock.replay import DifficultyPools, Sequential, Thompson  # only for workers that choose an order
+
+    if isinstance(order, Sequential):
+        return {"shuffle": order.shuffle}
+    if not isinstance(order, (DifficultyPools, Thompson)):
+        raise InvalidInput(
+            f"tasks: order: {type(order).__name__}; give ps.Sequential, ps.DifficultyPools or ps.Thompson. The plane "
+            "runs no code of a worker: choose prompts by a class of your own where you call plane.group"
+        )
+    fields: dict[str, Any] = {"shuffle": True, "order": type(order).__name__, "parameters": order.parameters()}
+    if isinstance(order, Thompson) and order.arms is not None:
+        found = [order.arm_of(name) for name in names]
+        arms = {arm: i for i, arm in enumerate(dict.fromkeys(found))}
+        if len(arms) > MAX_ARMS:
+            raise InvalidInput(f"tasks: order: Thompson with {len(arms):,} arms; give at most {MAX_ARMS:,}")
+        fields |= {"arms": tuple(arms), "arm_of": np.array([arms[arm] for arm in found], "<u2").tobytes()}
+    return fields

@@ -27,7 +27,7 @@ import msgspec
 from penstock.client.conversations import Call, Conversation, arun, run
 from penstock.client.group_builder import FAILED, AsyncGroupBuilder, GroupBuilder, builder_fields
 from penstock.client.producer_connection import ProducerConnection, error_of
-from penstock.client.prompt_lists import Prompt, read_prompts
+from penstock.client.prompt_lists import Prompt, order_fields, read_prompts
 from penstock.client.renewals import give_back
 from penstock.convert import Advantage, Filter, Group, grpo
 from penstock.errors import CallerError, InvalidInput
@@ -49,6 +49,7 @@ from penstock.protocol import (
 
 if TYPE_CHECKING:
     from penstock.client.plane import Plane
+    from penstock.replay import Curriculum
 
 logger = logging.getLogger("penstock.producer")
 
@@ -278,10 +279,11 @@ class TaskSettings:
     name: str
     epochs: int
     seed: int
-    shuffle: bool
+    order: Curriculum | None
     batch: int
     lease_s: float
     attempts: int
+    max_expiries: int | None
     again: tuple[str, ...]
     tenant: str
 
@@ -347,7 +349,8 @@ class Tasks:
         prompts = yield Call(partial(read_prompts, self._prompts))
         chunks: list[PromptChunk] = yield Call(lambda: list(chunk_prompts(prompts)))
         digests = tuple(chunk.digest for chunk in chunks)
-        offer = partial(self._offer, digests, len(prompts))
+        order = yield Call(lambda: order_fields(self._settings.order, [name for name, _ in prompts]))
+        offer = partial(self._offer, digests, len(prompts), order)
         while True:
             answer = _checked((yield from self._connection.ask(offer)))
             assert isinstance(answer, PromptsOffered)
@@ -361,7 +364,7 @@ class Tasks:
         # The plane has it: a second loop over these tasks need not read it again, and memory is free.
         self._prompts = None
 
-    def _offer(self, digests: tuple[bytes, ...], count: int, ticket: int) -> OfferPrompts:
+    def _offer(self, digests: tuple[bytes, ...], count: int, order: dict[str, Any], ticket: int) -> OfferPrompts:
         settings = self._settings
         return OfferPrompts(
             ticket=ticket,
@@ -371,10 +374,11 @@ class Tasks:
             chunks=digests,
             epochs=settings.epochs,
             seed=settings.seed,
-            shuffle=settings.shuffle,
             attempts=settings.attempts,
             again=settings.again,
             tenant=settings.tenant,
+            max_expiries=settings.max_expiries,
+            **order,
         )
 
     def _lease(self) -> Conversation[deque[Task]]:

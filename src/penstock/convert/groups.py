@@ -129,10 +129,10 @@ def make_group(
     `id` is the group's own and unique; `prompt` is the prompt's name, which occurs again whenever the prompt is
     sampled. Samples are named `{id}/{rollout}`, further branches of a rollout `{id}/{rollout}.{branch}`: the same
     rollouts give the same names. `advantage=None` leaves advantages as the turns have them (usually none), as for sft
-    and opd. Advantages and filters may be given by name (`ADVANTAGES`, `FILTERS`). If rewards are missing, an advantage
-    given by name is left to the plane, which computes it when they are attached, and so are the filters that have a
-    name. `policy_version` applies to every rollout that has none of its own. `columns` declares the turns' columns
-    that Penstock does not know.
+    and opd; with any other, turns that have advantages are rejected. Advantages and filters may be given by name
+    (`ADVANTAGES`, `FILTERS`). If rewards are missing, an advantage given by name is left to the plane, which computes
+    it when they are attached, and so are the filters that have a name. `policy_version` applies to every rollout that
+    has none of its own. `columns` declares the turns' columns that Penstock does not know.
 
     >>> from penstock.capture import Turn
     >>> def rollout(reward):
@@ -147,6 +147,8 @@ def make_group(
     rollouts = Rollouts.of(rows)
     is_late = isinstance(advantage, str) and bool((~rollouts.scored & ~rollouts.errored).any())
     function = advantage_named(advantage) if isinstance(advantage, str) else advantage
+    if function is not None:
+        _check_no_advantages(rows, id)
     now, late = split_filters(filters, is_late=is_late)
     # Advantages first, filters second: a baseline covers all rollouts, including those that are not trained.
     values = None if function is None or is_late else _advantages(function, rollouts, rows, id)
@@ -179,6 +181,16 @@ def make_group(
         late_advantage=advantage if is_late and isinstance(advantage, str) else "",
         late_filters=late,
     )
+
+
+def _check_no_advantages(rows: Sequence[Trajectory], name: str) -> None:
+    """Raise InvalidInput if a rollout has advantages, which those of the group would replace."""
+    for i, row in enumerate(rows):
+        if any("advantages" in turn.columns for turn in row.turns):
+            raise InvalidInput(
+                f"group {name!r} rollout {i} ({row.where}): its turns have advantages, and those computed from rewards "
+                "would replace them; give advantage=None to train with the turns' own, or leave them out of the turns"
+            )
 
 
 def _advantages(advantage: Advantage, rollouts: Rollouts, rows: Sequence[Trajectory], name: str) -> NDArray[np.float64]:

@@ -169,6 +169,8 @@ class HandOut(_Record, frozen=True, tag="hand out"):
     """The process that works on it."""
     lease_s: float
     """Seconds without a renewal after which a lease returns. Only the plane's clock decides when that is."""
+    seen: int = 0
+    """The last event from which the curriculum that chose these prompts had learned; 0: there is no curriculum."""
 
 
 class ReturnLeases(_Record, frozen=True, tag="return leases"):
@@ -177,6 +179,8 @@ class ReturnLeases(_Record, frozen=True, tag="return leases"):
     leases: tuple[int, ...]
     reason: str = ""
     """Why the work failed. Empty if the process ended or stopped, which says nothing about the work."""
+    expired: bool = False
+    """Whether they ran out, so that their process is probably dead."""
 
 
 class OpenList(_Record, frozen=True, tag="open list"):
@@ -199,6 +203,17 @@ class OpenList(_Record, frozen=True, tag="open list"):
     tenant: str = ""
     places: bytes = b""
     """Number of each prompt, as little-endian uint32. Empty: 0, 1, 2, ... A prompt keeps its number in later lists."""
+    max_expiries: int | None = None
+    """Leases in a row that may run out before a prompt is given up for this epoch. None: any number."""
+    order: str = ""
+    """The curriculum that draws prompts, by the name of its class; empty: every prompt once per epoch."""
+    parameters: bytes = b""
+    """Of the curriculum, as JSON."""
+    arms: tuple[str, ...] = ()
+    arm_of: bytes = b""
+    """The arm of each prompt of the list, as little-endian uint16."""
+    since: int = 0
+    """The last event before the list was opened first: its curriculum learns from those after it."""
 
 
 Record: TypeAlias = (

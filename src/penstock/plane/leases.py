@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from penstock.errors import InvalidInput, PenstockError
-from penstock.log import HandOut, Record, ReturnLeases
+from penstock.log import GroupOutcome, HandOut, Record, ReturnLeases
 from penstock.plane.lease_book import Lease, LeaseBook
 from penstock.plane.recorder import Recorder, ends_plane, failure_text
 from penstock.protocol import MAX_LEASES, MAX_REASON, GiveBack, Renew, Renewed
@@ -84,6 +84,8 @@ class Leases:
         """By kind."""
         self._returned: list[Returned] = []
         self._records: list[tuple[Record, Callable[[PenstockError | None], None]]] = []
+        self.last_words: Callable[[Sequence[Lease]], Sequence[GroupOutcome]] = lambda _lost: ()
+        """Returns the events of work that is given up because these leases run out."""
         self._times_lost: dict[str, int] = {}
         """How often the lease on a key ran out. Of the last ones, and since this plane started."""
 
@@ -122,10 +124,13 @@ class Leases:
         """Return leases that ran out or were given up, and write what this turn decided, in one transaction."""
         decided, self._records = self._records, []
         returned, self._returned = self._returned, []
-        ran_out = self.clock.ran_out(self._book.open, now)
+        ran_out, events = self.clock.ran_out(self._book.open, now), list[GroupOutcome]()
         if ran_out:
             lost = [self._book.open[number] for number in ran_out]
-            decided.append((ReturnLeases(leases=tuple(ran_out)), partial(self._expired, lost)))
+            events += self.last_words(lost)
+            # First, so that nothing else that this turn decides changes what becomes of them.
+            record = ReturnLeases(leases=tuple(ran_out), expired=True)
+            decided.insert(0, (record, partial(self._expired, lost, events)))
         gone = set(ran_out)
         for one in returned:
             leases = tuple(number for number in dict.fromkeys(one.leases) if number in self._book.open)
@@ -136,12 +141,16 @@ class Leases:
             else:
                 one.answer(None)
         if decided:
-            self._write(decided, now)
+            self._write(decided, events, now)
 
-    def _expired(self, lost: list[Lease], error: PenstockError | None) -> None:
+    def _expired(self, lost: list[Lease], events: Sequence[GroupOutcome], error: PenstockError | None) -> None:
         if error is not None:
             return  # the next turn tries again
         self._recorder.counts["leases_expired"] += len(lost)
+        for event in events:
+            self._recorder.counts["prompts_expired"] += event.num_events
+            for one in event.unlisted:
+                logger.warning("prompt %r is given up for this epoch (%s): %s", one.prompt, one.group, event.reason)
         for lease in lost:
             count = self._times_lost.pop(lease.key, 0) + 1
             self._times_lost[lease.key] = count
@@ -157,10 +166,15 @@ class Leases:
         while len(self._times_lost) > _REMEMBERED:
             del self._times_lost[next(iter(self._times_lost))]
 
-    def _write(self, decided: list[tuple[Record, Callable[[PenstockError | None], None]]], now: float) -> None:
+    def _write(
+        self,
+        decided: list[tuple[Record, Callable[[PenstockError | None], None]]],
+        events: Sequence[GroupOutcome],
+        now: float,
+    ) -> None:
         error: PenstockError | None = None
         try:
-            ops = self._recorder.decide_all([record for record, _ in decided])
+            ops = self._recorder.decide_all([record for record, _ in decided], events)
         except Exception as failure:
             if ends_plane(failure):
                 raise

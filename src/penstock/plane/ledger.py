@@ -47,6 +47,9 @@ class Ledger:
     """Trained tokens that steps left out of the loss because they were too old (`max_token_staleness`), and samples
     with such tokens, counted again each time a sample is used. Not part of the sum: the sample is in its step."""
 
+    given_up: Counter[str] = field(default_factory=Counter)
+    """Prompts that `plane.tasks` gave up without a group, by reason. Not part of the sum: they have no samples."""
+
     def mask(self, tokens: int, samples: int) -> None:
         """Count stale tokens that a step does not train, and the samples they are in."""
         self.masked.update(stale_tokens=tokens, stale_samples=samples)
@@ -98,6 +101,7 @@ class Ledger:
             discarded=Counter(found["discarded"]),
             over_length=Counter(found.get("over_length", {})),
             masked=Counter(found.get("masked", {})),
+            given_up=Counter(found.get("given_up", {})),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -115,5 +119,6 @@ class Ledger:
             "discarded": dict(sorted(self.discarded.items())),
             "over_length": {name: self.over_length[name] for name in OVER_LENGTH},
             "masked": {name: self.masked[name] for name in ("stale_tokens", "stale_samples")},
+            "given_up": dict(sorted(self.given_up.items())),
             "balanced": self.balanced,
         }

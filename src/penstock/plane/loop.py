@@ -41,7 +41,8 @@ from penstock.plane.pipeline import AlteredOnTheWay, Pipeline, pipeline_of
 from penstock.plane.recorder import ends_plane, failure_text, run_at_once
 from penstock.plane.segments import Outside
 from penstock.plane.settings import PlaneSettings
-from penstock.plane.task_service import AboutTasks, TaskService, Ticket
+from penstock.plane.task_lists import Ticket
+from penstock.plane.task_service import AboutTasks, TaskService
 from penstock.plane.telemetry import Marks, RunLogger, status_of
 from penstock.plane.url_signing import UrlSigning
 from penstock.plane.workers import Threads, Workers
@@ -235,7 +236,7 @@ class PlaneLoop:
     def _patience_s(self) -> float:
         """Return how long to wait for a message: until timeouts or a transport without a descriptor must be checked.
         Messages that arrived while the log was slow are not announced again, so they are not waited for."""
-        if self._early:
+        if self._early or self.tasks.is_opening:
             return 0.0
         looks = [transport.poll_s for transport in self._transports if transport.poll_s is not None]
         return min([self.settings.timeouts.heartbeat_s / 4, 0.25, *looks])

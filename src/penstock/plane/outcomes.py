@@ -21,7 +21,7 @@ from penstock.errors import InvalidInput
 from penstock.frames import GroupMetadata
 from penstock.log import MAX_EVENTS, MAX_SHOWN, GroupOutcome, GroupRow, Log, State, Summary, Unlisted
 from penstock.plane.manifest import Manifest, read_manifest
-from penstock.protocol import Discard, FeedbackEvent
+from penstock.protocol import MAX_PAGE, Discard, FeedbackEvent
 
 if TYPE_CHECKING:
     from penstock.plane.state import PlaneState
@@ -160,6 +160,13 @@ def number_of(cursor: str, run_id: str, newest: int) -> int:
             "begin again without it"
         )
     return int(digits)
+
+
+def events_between(log: Log, after: int, until: int) -> Iterator[FeedbackEvent]:
+    """Yield the events after number `after`, up to number `until`."""
+    while after < until and (events := page(log, after, min(until - after, MAX_PAGE))):
+        yield from events
+        after += len(events)
 
 
 def page(log: Log, after: int, most: int) -> list[FeedbackEvent]:

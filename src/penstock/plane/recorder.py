@@ -18,6 +18,7 @@ from penstock.frames import EvalMetadata
 from penstock.log import AdmitGroup, Discard, GroupOutcome, GroupRow, Log, Record, Shorten, State, numbers_taken
 from penstock.plane.evaluations import Evaluations
 from penstock.plane.manifest import read_manifest
+from penstock.plane.outcomes import events_between
 from penstock.plane.remembered import keeps_all
 from penstock.plane.segments import Segments
 from penstock.plane.settings import PlaneSettings, Replay, Unit
@@ -80,8 +81,8 @@ class Recorder:
                 self.state.outcomes.add(event)
         self.state.redo(op, record)
 
-    def decide_all(self, records: Sequence[Record]) -> list[int]:
-        """Record several decisions in one transaction, then apply them in order. Returns their numbers."""
+    def decide_all(self, records: Sequence[Record], events: Iterable[GroupOutcome] = ()) -> list[int]:
+        """Record several decisions and events in one transaction, then apply them in order. Returns their numbers."""
         ops, op = [], self.state.op + 1
         for record in records:
             ops.append(op)
@@ -89,6 +90,8 @@ class Recorder:
         with self.transaction():
             for number, record in zip(ops, records, strict=True):
                 self.log.add_record(number, record)
+            for event in events:
+                self.state.outcomes.add(event)
         for number, record in zip(ops, records, strict=True):
             self.state.redo(number, record)
         return ops
@@ -145,7 +148,12 @@ def rebuild(
     log: Log, replay: Replay, *, retain_steps: int, keeps_all: bool = False, env_unit: Unit | None = None
 ) -> PlaneState:
     """Restore the last snapshot and apply the decisions recorded since, in order."""
-    empty = partial(PlaneState, replay, retain_steps=retain_steps, keeps_all=keeps_all, env_unit=env_unit)
+
+    def empty() -> PlaneState:
+        state = PlaneState(replay, retain_steps=retain_steps, keeps_all=keeps_all, env_unit=env_unit)
+        state.tasks.events = partial(events_between, log)
+        return state
+
     state = empty()
     found = log.snapshot()
     saved = None if found is None else Saved.from_bytes(found[1], repr(replay))

@@ -346,7 +346,8 @@ class PlaneState:
                 self.late.lent(key)
         elif isinstance(record, ReturnLeases):
             for lease in [self.leases.end(number, record.reason or RETURNED) for number in record.leases]:
-                self.tasks.give_back(lease, record.reason)
+                if reason := self.tasks.give_back(lease, record):
+                    self.ledger.given_up[reason] += 1
                 if lease is not None and lease.kind == COLUMN:
                     self.late.returned(lease.key)
         else:

@@ -1,6 +1,7 @@
-"""Tasks: the prompts of a list, each to be trained once per epoch. Follows from the log.
+"""Tasks: the prompts of a list, to be trained in a given order. Follows from the log.
 
-A task is one prompt of one epoch. It is in one place at a time:
+A task is one prompt of one epoch; if a curriculum draws prompts, one time that a prompt comes. It is in one place at a
+time:
 
     to come     the epoch's order has not reached it
     leased      a process works on it
@@ -9,7 +10,8 @@ A task is one prompt of one epoch. It is in one place at a time:
     set aside   its group is in quarantine
     finished    a step was drawn with its group, or it was dropped with a reason
 
-Nothing is kept of finished tasks but counts, so memory holds four bytes per prompt and what is under way.
+Nothing is kept of finished tasks but counts. Memory holds eight bytes per prompt, what is under way, and what a
+curriculum knows.
 
 The id of a group says which task it completes: `task:LIST:EPOCH:PROMPT:ATTEMPT`, with the number of the prompt. So
 accepting the group completes the task, and no further record is needed. A group that is dropped afterwards for a reason
@@ -20,23 +22,23 @@ attempt, because the lease of one ran out, make groups with the same id, and the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from penstock.log import HandOut, OpenList, State
+from penstock.log import HandOut, OpenList, ReturnLeases, State
 from penstock.plane.lease_book import COMPLETED, Lease, LeaseBook
+from penstock.plane.task_order import Place, SavedOrder, order_of
+from penstock.protocol import FeedbackEvent
 
 PROMPT = "prompt"
 """The kind of these leases."""
-REMOVED, EVICTED = "removed", "evicted"
+REMOVED, EXPIRED = "removed", "lease expired"
 _PREFIX = "task:"
-Place: TypeAlias = tuple[int, int]
-"""Epoch and number of the prompt."""
 
 
 class Task(NamedTuple):
@@ -93,8 +95,7 @@ class SavedList(msgspec.Struct, array_like=True, kw_only=True):
     known: int
     versions: list[tuple[int, int, bytes]]
     rows: bytes
-    epoch: int
-    order: bytes
+    order: SavedOrder
     returned: list[tuple[int, int, int]]
     leased: list[tuple[int, int, int]]
     held: list[tuple[int, int, int, int]]
@@ -103,7 +104,7 @@ class SavedList(msgspec.Struct, array_like=True, kw_only=True):
     dropped: dict[str, int]
     again: dict[str, int]
     evicted: bool
-    withdrawn: dict[int, int]
+    expired: list[tuple[int, int, int]]
 
 
 class PromptList:
@@ -118,14 +119,13 @@ class PromptList:
         """First row in the log, number of prompts and their numbers, of each version of the list."""
         self.rows = np.empty(0, np.int64)
         """Row in the log of each prompt, by number; -1 for prompts that the list no longer has."""
-        self.epoch = 0
-        """The epoch that is handed out now; 0 before the first."""
-        self.order = np.empty(0, np.uint32)
-        """Prompts of this epoch that are still to come. The first is at `cursor`."""
-        self.cursor = 0
+        self.order = order_of(opened)
+        """What is still to come."""
         self.returned: dict[Place, int] = {}
         """Tasks to hand out again, with their attempt, first in, first out."""
         self.leased: dict[Place, int] = {}
+        self.expired: dict[Place, int] = {}
+        """How often in a row the lease on a task ran out."""
         self.held: dict[Place, HeldTask] = {}
         self.aside: dict[Place, HeldTask] = {}
         self.trained: Counter[int] = Counter()
@@ -134,23 +134,18 @@ class PromptList:
         """Tasks that were given up, by reason."""
         self.again: Counter[str] = Counter()
         """Attempts that were repeated, by reason."""
-        self.withdrawn: dict[int, int] = {}
-        """Prompts that the list no longer has and this epoch has not tried, with their attempt. They join it if they
-        return."""
         self.num_live = 0
         """Prompts that the list has now."""
         self.evicted = False
-        self._upcoming: tuple[int, npt.NDArray[np.uint32]] | None = None
-        """The order of the next epoch, once it was needed."""
         self.open(opened)
 
     # -------------------------------------------------------------- the list itself
 
     def open(self, opened: OpenList) -> None:
         """Apply new settings, or a new version of the list."""
-        is_same = self.versions[-1:] == [(opened.base, opened.count, opened.places)]
-        self.opened, self._upcoming = opened, None
-        if is_same:
+        self.opened = opened
+        if self.versions[-1:] == [(opened.base, opened.count, opened.places)]:
+            self.order.configure(opened)
             return
         numbers = np.frombuffer(opened.places, "<u4") if opened.places else np.arange(opened.count, dtype=np.uint32)
         known, self.known = self.known, max(self.known, int(numbers.max(initial=0)) + 1)
@@ -158,100 +153,58 @@ class PromptList:
         self.rows[numbers] = opened.base + np.arange(opened.count)
         self.num_live = opened.count
         self.versions.append((opened.base, opened.count, opened.places))
-        if self.epoch:
-            self._withdraw()
-            self._join(numbers, known)
+        for place, attempt in list(self.returned.items()):
+            if not self.has(place[1]):
+                del self.returned[place]
+                self._remove(place, attempt)
+        back = self.order.change(opened, self.rows, numbers, known)
+        self.returned |= {(self.order.epoch, prompt): attempt for prompt, attempt in back.items()}
 
-    def _withdraw(self) -> None:
-        """Take prompts that the list no longer has out of this epoch."""
-        to_come = self.order[self.cursor :]
-        is_live = self.rows[to_come] >= 0
-        self.withdrawn |= dict.fromkeys(to_come[~is_live].tolist(), 0)
-        self.order, self.cursor = to_come[is_live], 0
-        for (epoch, prompt), attempt in list(self.returned.items()):
-            if not self.has(prompt):
-                del self.returned[epoch, prompt]
-                self._remove(epoch, prompt, attempt)
-
-    def _remove(self, epoch: int, prompt: int, attempt: int) -> None:
+    def _remove(self, place: Place, attempt: int) -> str:
+        """Give up a task whose prompt the list no longer has. Returns the reason."""
+        self.expired.pop(place, None)
         self.dropped[REMOVED] += 1
-        if epoch == self.epoch:
-            self.withdrawn[prompt] = attempt
-
-    def _join(self, numbers: npt.NDArray[np.uint32], known: int) -> None:
-        """Append prompts that are new, or were withdrawn from this epoch, to its order. Others were in it already."""
-        joining = numbers[numbers >= known].tolist()
-        back = [prompt for prompt in numbers.tolist() if prompt in self.withdrawn] if self.withdrawn else []
-        for prompt in back:
-            attempt = self.withdrawn.pop(prompt)
-            if attempt:  # its earlier attempts have ids that were used
-                self.returned[self.epoch, prompt] = attempt
-            else:
-                joining.append(prompt)
-        self.order = np.concatenate([self.order, np.array(joining, np.uint32)])
+        self.order.withdraw(place, attempt)
+        return REMOVED
 
     def has(self, prompt: int) -> bool:
         """Return whether the list has a prompt now."""
         return prompt < len(self.rows) and bool(self.rows[prompt] >= 0)
 
-    def _order_of(self, epoch: int) -> npt.NDArray[np.uint32]:
-        if self._upcoming is None or self._upcoming[0] != epoch:
-            live = np.flatnonzero(self.rows >= 0).astype(np.uint32)
-            if self.opened.shuffle:
-                # RandomState and its permutations are frozen: every version of numpy gives the same order.
-                seed = self.opened.seed
-                live = np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32, epoch]).permutation(live)
-            self._upcoming = (epoch, live)
-        return self._upcoming[1]
-
     # -------------------------------------------------------------- handing out
 
-    def next_tasks(self) -> Iterator[Task]:
-        """Yield tasks in the order in which they must be handed out. Changes nothing."""
+    def next_tasks(self) -> Generator[Task]:
+        """Yield tasks in the order in which they must be handed out. Changes nothing, once it is closed."""
         name = self.opened.list
         if self.evicted:
             return
         for (epoch, prompt), attempt in self.returned.items():
             yield Task(name, epoch, prompt, attempt)
-        for prompt in self.order[self.cursor :]:
-            yield Task(name, self.epoch, int(prompt), 0)
-        for epoch in range(self.epoch + 1, self.opened.epochs + 1):
-            for prompt in self._order_of(epoch):
-                yield Task(name, epoch, int(prompt), 0)
+        with closing(self.order.to_come()) as places:
+            for epoch, prompt in places:
+                yield Task(name, epoch, prompt, 0)
 
     def hand_out(self, task: Task) -> None:
         """Apply the hand-out of a task."""
         place = (task.epoch, task.prompt)
         if self.returned.get(place) == task.attempt:
             del self.returned[place]
-        elif self._advance(task):
-            pass
-        else:
+        elif task.attempt or not self.order.advance(place):
             return  # a step was undone since, so its group is held after all: what is put for this lease comes late
         self.leased[place] = task.attempt
 
-    def _advance(self, task: Task) -> bool:
-        """Move on to a task in the order. Returns False if it is not the next one."""
-        if self.cursor == len(self.order) and task.epoch == self.epoch + 1:
-            order = self._order_of(task.epoch)
-            if task.attempt or not len(order) or order[0] != task.prompt:
-                return False
-            self.epoch, self.order, self.cursor = task.epoch, order, 1
-            self.withdrawn = dict.fromkeys(np.flatnonzero(self.rows < 0).tolist(), 0)
-            return True
-        is_next = self.cursor < len(self.order) and self.order[self.cursor] == task.prompt
-        if not is_next or task.epoch != self.epoch or task.attempt:
-            return False
-        self.cursor += 1
-        return True
-
     # -------------------------------------------------------------- what became of a task
+
+    def number_of(self, group: str) -> int:
+        """Return the number of the prompt that a group of this list is of, or -1."""
+        task = read_task(group)
+        return task.prompt if task is not None and task.list == self.opened.list else -1
 
     def verdict(self, task: Task) -> Verdict:
         place = (task.epoch, task.prompt)
         if task.attempt in (self.leased.get(place), self.returned.get(place)):
             return Verdict.OPEN
-        return Verdict.LATE if 0 < task.epoch <= self.epoch else Verdict.UNKNOWN
+        return Verdict.LATE if self.order.has_come(place) else Verdict.UNKNOWN
 
     def accept(self, task: Task, dispatch: int) -> None:
         """Apply that a group was accepted for a task."""
@@ -264,21 +217,38 @@ class PromptList:
         for where in (self.leased, self.returned):
             if where.get(place) == task.attempt:
                 del where[place]
+                self.expired.pop(place, None)
                 return True
         return False
 
-    def give_back(self, task: Task, reason: str) -> None:
-        """Apply that a lease ended without a group. A reason counts as an attempt, an end of the process does not."""
+    def give_back(self, task: Task, reason: str, *, expired: bool) -> str:
+        """Apply that a lease ended without a group. Returns why the task is given up, or "" if it is not.
+
+        A reason counts as an attempt, an end of the process does not. `expired` leases are counted on their own: a
+        prompt that ends every process that works on it must not be handed out forever."""
         place = (task.epoch, task.prompt)
         if self.leased.get(place) != task.attempt:
-            return
+            return ""
+        gives_up = expired and self.would_give_up(task)
+        before = self.expired.pop(place, 0)
         del self.leased[place]
         if reason:
-            self._fail(task, reason)
-        elif self.has(task.prompt):
-            self.returned[place] = task.attempt
-        else:
-            self._remove(task.epoch, task.prompt, task.attempt)
+            return self._fail(task, reason)
+        if not self.has(task.prompt):
+            return self._remove(place, task.attempt)
+        if gives_up:
+            self.dropped[EXPIRED] += 1
+            return EXPIRED
+        if expired:
+            self.expired[place] = before + 1
+        self.returned[place] = task.attempt
+        return ""
+
+    def would_give_up(self, task: Task) -> bool:
+        """Return whether the task is given up if its lease runs out now."""
+        place, most = (task.epoch, task.prompt), self.opened.max_expiries
+        is_leased = self.leased.get(place) == task.attempt and self.has(task.prompt)
+        return is_leased and most is not None and self.expired.get(place, 0) + 1 >= most
 
     def drop(self, task: Task, reason: str) -> None:
         """Apply that a group of a task was dropped, or lost all its samples when it was put."""
@@ -290,13 +260,15 @@ class PromptList:
         elif self._close(task):
             self._fail(task, reason)
 
-    def _fail(self, task: Task, reason: str) -> None:
+    def _fail(self, task: Task, reason: str) -> str:
+        """Try a task again, or give it up. Returns the reason if it is given up."""
         may_again = reason in self.opened.again and task.attempt + 1 < self.opened.attempts
         if may_again and self.has(task.prompt):
             self.again[reason] += 1
             self.returned[task.epoch, task.prompt] = task.attempt + 1
-        else:
-            self.dropped[reason] += 1
+            return ""
+        self.dropped[reason] += 1
+        return reason
 
     def draw(self, task: Task) -> None:
         """Apply that a step was drawn with a group of a task."""
@@ -315,8 +287,8 @@ class PromptList:
     @property
     def num_to_come(self) -> int:
         """Tasks that are still to be handed out, in this epoch and in all later ones."""
-        later = max(self.opened.epochs - self.epoch, 0) * self.num_live
-        return len(self.returned) + len(self.order) - self.cursor + later
+        later = max(self.opened.epochs - self.order.epoch, 0) * self.num_live
+        return len(self.returned) + self.order.left + later
 
     # -------------------------------------------------------------- snapshots
 
@@ -326,8 +298,7 @@ class PromptList:
             known=self.known,
             versions=self.versions,
             rows=self.rows.astype("<i8").tobytes(),
-            epoch=self.epoch,
-            order=self.order[self.cursor :].astype("<u4").tobytes(),
+            order=self.order.save(),
             returned=[(*place, attempt) for place, attempt in self.returned.items()],
             leased=[(*place, attempt) for place, attempt in self.leased.items()],
             held=[(*place, *held) for place, held in self.held.items()],
@@ -336,7 +307,7 @@ class PromptList:
             dropped=dict(self.dropped),
             again=dict(self.again),
             evicted=self.evicted,
-            withdrawn=self.withdrawn,
+            expired=[(*place, count) for place, count in self.expired.items()],
         )
 
     @staticmethod
@@ -344,13 +315,14 @@ class PromptList:
         found = PromptList(saved.opened)
         found.known, found.versions = saved.known, saved.versions
         found.rows = np.frombuffer(saved.rows, "<i8").astype(np.int64)
-        found.epoch, found.order = saved.epoch, np.frombuffer(saved.order, "<u4").astype(np.uint32)
+        found.order.load(saved.order, found.rows)
         found.returned = {(epoch, prompt): attempt for epoch, prompt, attempt in saved.returned}
         found.leased = {(epoch, prompt): attempt for epoch, prompt, attempt in saved.leased}
         found.held = {(epoch, prompt): HeldTask(*held) for epoch, prompt, *held in saved.held}
         found.aside = {(epoch, prompt): HeldTask(*held) for epoch, prompt, *held in saved.aside}
         found.trained, found.dropped = Counter(saved.trained), Counter(saved.dropped)
-        found.again, found.evicted, found.withdrawn = Counter(saved.again), saved.evicted, saved.withdrawn
+        found.again, found.evicted = Counter(saved.again), saved.evicted
+        found.expired = {(epoch, prompt): count for epoch, prompt, count in saved.expired}
         found.num_live = int(np.count_nonzero(found.rows >= 0))
         return found
 
@@ -361,6 +333,8 @@ class TaskBook:
     def __init__(self, leases: LeaseBook) -> None:
         self._leases = leases
         self.lists: dict[str, PromptList] = {}
+        self.events: Callable[[int, int], Iterable[FeedbackEvent]] = lambda _after, _until: ()
+        """Reads events of the log, for curricula."""
 
     def _find(self, group: str) -> tuple[Task, PromptList] | None:
         task = read_task(group)
@@ -376,12 +350,25 @@ class TaskBook:
     def hand_out(self, record: HandOut) -> None:
         for group in record.keys if record.kind == PROMPT else ():
             if found := self._find(group):
+                self.learn(found[1], record.seen)
                 found[1].hand_out(found[0])
 
-    def give_back(self, lease: Lease | None, reason: str) -> None:
-        """Apply that a lease ended without a group."""
+    def learn(self, found: PromptList, until: int) -> None:
+        """Let the curriculum of a list learn from the events up to number `until`."""
+        if until > found.order.seen:
+            events = self.events(found.order.seen, until)
+            found.order.learn(((event, found.number_of(event.group)) for event in events), until)
+
+    def give_back(self, lease: Lease | None, record: ReturnLeases) -> str:
+        """Apply that a lease ended without a group. Returns why its prompt is given up, or "" if it is not."""
         if lease is not None and lease.kind == PROMPT and (found := self._find(lease.key)):
-            found[1].give_back(found[0], reason)
+            return found[1].give_back(found[0], record.reason, expired=record.expired)
+        return ""
+
+    def given_up(self, lease: Lease) -> Task | None:
+        """Return the task of a lease if it is given up when the lease runs out now."""
+        found = self._find(lease.key) if lease.kind == PROMPT else None
+        return found[0] if found is not None and found[1].would_give_up(found[0]) else None
 
     def verdict(self, group: str) -> Verdict | None:
         """Return what a put of a group may do, or None if it belongs to no list of this run: a run that is fed with the

@@ -1,4 +1,4 @@
-"""Hands out tasks in the plane's loop: takes lists of prompts, answers workers that want tasks.
+"""Hands out tasks in the plane's loop: answers workers that want tasks.
 
 All hand-outs of a turn are written in one transaction. A worker that asks while there is nothing to hand out is
 answered when there is, or after a heartbeat with the reason, and asks again.
@@ -6,68 +6,39 @@ answered when there is, or after a heartbeat with the reason, and asks again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
-
-from penstock.arrays import MAX_TEXT, run_name_problem
+from penstock.arrays import MAX_TEXT
 from penstock.errors import CorruptFile, InvalidInput, PenstockError, UnknownKey
-from penstock.log import HandOut, OpenList
+from penstock.log import MAX_EVENTS, GroupOutcome, HandOut, Summary, Unlisted
 from penstock.plane.engine import Engine
 from penstock.plane.lease_book import Lease
 from penstock.plane.leases import MAX_LEASE_S, MIN_LEASE_S, Leases
 from penstock.plane.recorder import ends_plane
-from penstock.plane.task_book import PROMPT, PromptList, Task, read_task
+from penstock.plane.task_book import EXPIRED, PROMPT, PromptList, Task, read_task
+from penstock.plane.task_lists import PromptLists, Reply, Ticket
 from penstock.protocol import (
     MAX_NAME,
-    MAX_PROMPTS,
     MAX_TASKS,
     AddPrompts,
-    FromPlane,
     GiveBack,
     LeasedTask,
     LeaseTasks,
     OfferPrompts,
     Peer,
-    PromptChunk,
-    PromptsOffered,
     Renew,
     TasksLeased,
-    check_prompt,
-    list_digest,
 )
 
-MAX_LISTS = 256
-MAX_LIST_NAME = 100
-_MAX_EPOCHS = _MAX_ATTEMPTS = 1_000_000
-_MAX_REASONS = 64
-_MAX_ROWS = 1 << 40
-_MISSING = 64
-"""Chunks that a client is asked for at a time."""
-_UPLOADS = 16
-"""Lists that may be on their way at the same time."""
+_MOST_EVENTS = 4096
+"""Events that a curriculum learns from in one turn."""
 _REMEMBERED = 4096
 """Answers whose leases are remembered, for a worker whose answer was lost."""
-Ticket: TypeAlias = tuple[Peer, int]
-Reply: TypeAlias = Callable[[Ticket, FromPlane | PenstockError | None], None]
-"""Answers a client: with a message, with an error, or that its request is done."""
 AboutTasks: TypeAlias = Renew | GiveBack | OfferPrompts | AddPrompts | LeaseTasks
-
-
-@dataclass(slots=True, eq=False)
-class _Upload:
-    """A list whose prompts are arriving."""
-
-    base: int
-    offer: OfferPrompts
-    have: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Chunk -> place of its first prompt, and number of prompts."""
-    opening: list[Ticket] = field(default_factory=list)
-    """Clients to answer once the list is open."""
 
 
 class _Wanted(NamedTuple):
@@ -87,15 +58,20 @@ class TaskService:
         work, or expected back."""
         self._engine, self._leases, self._reply = engine, leases, reply
         self._hold_s, self._is_training = hold_s, is_training
-        self._uploads: dict[bytes, _Upload] = {}
+        self._prompt_lists = PromptLists(engine, leases, reply)
         self._waiting: dict[Ticket, _Wanted] = {}
         """In the order in which they asked."""
         self._granted: dict[Ticket, tuple[int, ...]] = {}
-        leases.cancels[PROMPT] = self._why_cancelled
+        leases.cancels[PROMPT], leases.last_words = self._why_cancelled, self._last_words
 
     @property
     def _lists(self) -> dict[str, PromptList]:
         return self._engine.state.tasks.lists
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether the next turn goes on opening a list."""
+        return self._prompt_lists.is_opening
 
     def on_message(self, peer: Peer, message: AboutTasks, now: float) -> None:
         """Handle a message. The answer may follow at the end of the turn, or later."""
@@ -106,9 +82,9 @@ class TaskService:
             elif isinstance(message, GiveBack):
                 self._leases.on_give_back(message, partial(self._reply, ticket))
             elif isinstance(message, OfferPrompts):
-                self._offer(ticket, message)
+                self._prompt_lists.offer(ticket, message)
             elif isinstance(message, AddPrompts):
-                self._add(message)
+                self._prompt_lists.add(message)
                 self._reply(ticket, None)
             else:
                 self._want(ticket, message, now)
@@ -116,93 +92,6 @@ class TaskService:
             if ends_plane(error):
                 raise
             self._reply(ticket, error)
-
-    # -------------------------------------------------------------- lists
-
-    def _offer(self, ticket: Ticket, offer: OfferPrompts) -> None:
-        _check_offer(offer)
-        current = self._lists.get(offer.list)
-        if current is None and len(self._lists) >= MAX_LISTS:
-            raise InvalidInput(f"list {offer.list!r}: this run has {MAX_LISTS} lists; use one of them again")
-        if current is not None and current.opened.digest == offer.digest:
-            opened = _opened(offer, current.opened.base, current.opened.places)
-            if opened == current.opened:
-                self._reply(ticket, PromptsOffered(ticket=offer.ticket))
-            else:
-                self._leases.decide(opened, partial(self._when_open, [ticket]))
-            return
-        upload = self._uploads.get(offer.digest) or self._begin(offer)
-        if upload.opening:
-            upload.opening.append(ticket)
-            return
-        missing = tuple(islice((n for n in range(len(offer.chunks)) if n not in upload.have), _MISSING))
-        if missing:
-            self._reply(ticket, PromptsOffered(ticket=offer.ticket, missing=missing))
-            return
-        _check_tiled(upload)
-        upload.offer = offer
-        upload.opening.append(ticket)
-        record = _opened(offer, upload.base, b"" if current is None else self._places(current, upload))
-        self._leases.decide(record, partial(self._opened, upload))
-
-    def _begin(self, offer: OfferPrompts) -> _Upload:
-        """Reserve rows for a list. Rows behind the last open list are of uploads that an earlier plane did not
-        finish."""
-        first = max((base + count for one in self._lists.values() for base, count, _ in one.versions), default=1)
-        log = self._engine.log
-        if not self._uploads:
-            with log.transaction():
-                log.remove_prompts(first)
-        while len(self._uploads) >= _UPLOADS:
-            self._uploads.pop(next(iter(self._uploads)))
-        ends = [upload.base + upload.offer.count for upload in self._uploads.values()]
-        base = max([first, *ends])
-        if base + offer.count > _MAX_ROWS:
-            raise InvalidInput(f"list {offer.list!r}: this run has no room for {offer.count:,} more prompts")
-        upload = self._uploads[offer.digest] = _Upload(base, offer)
-        return upload
-
-    def _add(self, message: AddPrompts) -> None:
-        upload = self._uploads.get(message.digest)
-        if upload is None:
-            raise UnknownKey("prompts: of a list that was not offered to this plane; offer it first")
-        chunks, chunk = upload.offer.chunks, PromptChunk(message.first, message.names, message.payloads)
-        count = len(chunk.names)
-        if not 0 <= message.chunk < len(chunks) or not 0 <= chunk.first <= upload.offer.count - count:
-            raise InvalidInput(f"prompts: chunk {message.chunk} from {chunk.first} on is outside the list")
-        if not count or len(chunk.payloads) != count or chunk.digest != chunks[message.chunk]:
-            raise InvalidInput(f"prompts: chunk {message.chunk} is not the one that was offered")
-        for name, payload in zip(chunk.names, chunk.payloads, strict=True):
-            check_prompt(name, payload)
-        log = self._engine.log
-        size = sum(map(len, chunk.payloads)) + sum(map(len, chunk.names))
-        log.disk.check(size, lambda: log.used_bytes + self._engine.segments.num_bytes)
-        with log.transaction():
-            log.add_prompts(upload.base + chunk.first, list(zip(chunk.names, chunk.payloads, strict=True)))
-        upload.have[message.chunk] = (chunk.first, count)
-
-    def _places(self, current: PromptList, upload: _Upload) -> bytes:
-        """Number the prompts of a changed list: known names keep their number."""
-        log, numbers = self._engine.log, dict[str, int]()
-        for base, count, places in current.versions:
-            known = np.frombuffer(places, "<u4").tolist() if places else range(count)
-            numbers |= dict(zip(log.prompt_names(base, count), known, strict=True))
-        new = iter(range(current.known, MAX_PROMPTS + current.known))
-        names = log.prompt_names(upload.base, upload.offer.count)
-        found = [numbers[name] if name in numbers else next(new) for name in names]
-        if len(set(found)) < len(found):
-            raise InvalidInput(f"list {upload.offer.list!r}: two prompts have the same name")
-        return np.array(found, "<u4").tobytes()
-
-    def _opened(self, upload: _Upload, error: PenstockError | None) -> None:
-        tickets, upload.opening = upload.opening, []
-        if error is None:
-            self._uploads.pop(upload.offer.digest, None)
-        self._when_open(tickets, error)
-
-    def _when_open(self, tickets: list[Ticket], error: PenstockError | None) -> None:
-        for ticket in tickets:
-            self._reply(ticket, PromptsOffered(ticket=ticket[1]) if error is None else error)
 
     # -------------------------------------------------------------- tasks
 
@@ -224,21 +113,34 @@ class TaskService:
 
     def hand_out(self) -> None:
         """Choose tasks for the workers that wait. `Leases.turn` writes it; call `answer_waiting` after that."""
+        self._prompt_lists.open_next()
         if not self._waiting:
             return
         room = self.room()
         left = MAX_TASKS * len(self._waiting) if room is None else room
-        pickers = {name: found.next_tasks() for name, found in self._lists.items() if found.num_to_come}
-        if not pickers or left <= 0:
+        names = dict.fromkeys(message.list for message, _ in self._waiting.values())
+        wanted = {name: self._lists[name] for name in names if self._lists[name].num_to_come}
+        if not wanted or left <= 0:
             return
-        for ticket, (message, _) in list(self._waiting.items()):
-            tasks = list(islice(pickers.get(message.list, iter(())), min(message.count, left)))
-            if tasks:
-                left -= len(tasks)
-                del self._waiting[ticket]
-                keys = tuple(task.id for task in tasks)
-                record = HandOut(kind=PROMPT, keys=keys, worker=message.worker, lease_s=message.lease_s)
-                self._leases.decide(record, partial(self._handed_out, ticket, message, keys))
+        with ExitStack() as pickers:  # closing one undoes its draws: only what the log has was drawn
+            tasks_of = {name: pickers.enter_context(closing(self._picker(found))) for name, found in wanted.items()}
+            for ticket, (message, _) in list(self._waiting.items()):
+                tasks = list(islice(tasks_of.get(message.list, ()), min(message.count, left)))
+                if tasks:
+                    left -= len(tasks)
+                    del self._waiting[ticket]
+                    self._lease(ticket, message, tuple(task.id for task in tasks), wanted[message.list].order.seen)
+
+    def _picker(self, found: PromptList) -> Generator[Task]:
+        """Yield the tasks of a list in order. A curriculum learns from new events first."""
+        state = self._engine.state
+        if found.opened.order and not found.evicted:
+            state.tasks.learn(found, min(state.outcomes.last, found.order.seen + _MOST_EVENTS))
+        return found.next_tasks()
+
+    def _lease(self, ticket: Ticket, message: LeaseTasks, keys: tuple[str, ...], seen: int) -> None:
+        record = HandOut(kind=PROMPT, keys=keys, worker=message.worker, lease_s=message.lease_s, seen=seen)
+        self._leases.decide(record, partial(self._handed_out, ticket, message, keys))
 
     def _handed_out(
         self, ticket: Ticket, message: LeaseTasks, keys: tuple[str, ...], error: PenstockError | None
@@ -362,6 +264,32 @@ class TaskService:
             return f"too stale: leased at policy version {lease.version}, now {state.policy_version}, max {most}"
         return ""
 
+    def _last_words(self, lost: Sequence[Lease]) -> list[GroupOutcome]:
+        """Return the events of prompts that are given up because these leases run out."""
+        state, log = self._engine.state, self._engine.log
+        tasks = [task for lease in lost if (task := state.tasks.given_up(lease))]
+        if not tasks:
+            return []
+        rows = [int(self._lists[task.list].rows[task.prompt]) for task in tasks]
+        names = log.prompts_of(rows)
+        about = [
+            Unlisted(
+                group=task.id,
+                prompt=names[row][0] if row in names else "",
+                summary=Summary(tenant=self._lists[task.list].opened.tenant),
+            )
+            for task, row in zip(tasks, rows, strict=True)
+        ]
+        return [
+            GroupOutcome(
+                outcome="dropped",
+                reason=EXPIRED,
+                policy_version=state.policy_version,
+                unlisted=tuple(about[first : first + MAX_EVENTS]),
+            )
+            for first in range(0, len(about), MAX_EVENTS)
+        ]
+
     def status(self) -> dict[str, dict[str, Any]]:
         """Return the numbers of each list, for `penstock top` and autoscalers."""
         room = self.room()
@@ -371,9 +299,10 @@ class TaskService:
         left = found.num_to_come
         return {
             "prompts": found.num_live,
-            "epoch": max(found.epoch, 1),
+            "order": found.opened.order or "Sequential",
+            "epoch": max(found.order.epoch, 1),
             "epochs": found.opened.epochs,
-            "left_in_epoch": len(found.order) - found.cursor if found.epoch else found.num_live,
+            "left_in_epoch": found.order.left if found.order.epoch else found.num_live,
             "left": left,
             "returned": len(found.returned),
             "leased": len(found.leased),
@@ -387,53 +316,3 @@ class TaskService:
             "waiting_for": self.waiting_for(found),
             "ended": self.is_over(found),
         }
-
-
-def _opened(offer: OfferPrompts, base: int, places: bytes) -> OpenList:
-    return OpenList(
-        list=offer.list,
-        digest=offer.digest,
-        base=base,
-        count=offer.count,
-        epochs=offer.epochs,
-        seed=offer.seed,
-        shuffle=offer.shuffle,
-        attempts=offer.attempts,
-        again=offer.again,
-        tenant=offer.tenant,
-        places=places,
-    )
-
-
-def _check_tiled(upload: _Upload) -> None:
-    """Raise unless the chunks of a list follow one another."""
-    at = 0
-    for first, count in (upload.have[number] for number in range(len(upload.offer.chunks))):
-        if first != at:
-            raise InvalidInput(f"list {upload.offer.list!r}: a chunk begins at {first}, must begin at {at}")
-        at += count
-    if at != upload.offer.count:
-        raise InvalidInput(f"list {upload.offer.list!r}: {at} prompts in its chunks, {upload.offer.count} offered")
-
-
-def _check_offer(offer: OfferPrompts) -> None:
-    """Raise InvalidInput for a list that the plane does not take."""
-    name = offer.list
-    if not 0 < len(name) <= MAX_LIST_NAME or not name.isprintable():
-        raise InvalidInput(f"list {name[:40]!r}: give it a printable name of 1 to {MAX_LIST_NAME} characters")
-    if offer.tenant and (problem := run_name_problem(offer.tenant)):
-        raise InvalidInput(f"list {name!r}: tenant: {problem}")
-    for field_name, value, least, most in (
-        ("count", offer.count, 1, MAX_PROMPTS),
-        ("epochs", offer.epochs, 1, _MAX_EPOCHS),
-        ("seed", offer.seed, 0, (1 << 63) - 1),
-        ("attempts", offer.attempts, 1, _MAX_ATTEMPTS),
-        ("chunks", len(offer.chunks), 1, offer.count),
-        ("again", len(offer.again), 0, _MAX_REASONS),
-    ):
-        if not least <= value <= most:
-            raise InvalidInput(f"list {name!r}: {field_name}: {value:,}; give from {least:,} to {most:,}")
-    if any(len(reason) > MAX_NAME for reason in offer.again):
-        raise InvalidInput(f"list {name!r}: again: a reason has at most {MAX_NAME} characters")
-    if any(len(digest) != 16 for digest in offer.chunks) or list_digest(offer.chunks) != offer.digest:
-        raise InvalidInput(f"list {name!r}: its digest does not follow from those of its chunks")

@@ -74,6 +74,7 @@ COUNTS = {
     "values_known": "samples that had the value already",
     "values_late": "values of groups that were dropped or trained without",
     "leases_expired": "leases that ran out because their process was not heard",
+    "prompts_expired": "prompts given up for an epoch because every lease on them ran out (max_expiries)",
     "tasks_late": "groups that were not kept because another had completed their task",
 }
 """Counter -> meaning; a test holds that there are no others. `status()["counts"]` and the Prometheus page show every

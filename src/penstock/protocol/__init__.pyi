@@ -17,6 +17,7 @@ from penstock.protocol.effects import StepCommitted as StepCommitted
 from penstock.protocol.effects import StepReceived as StepReceived
 from penstock.protocol.effects import Suspect as Suspect
 from penstock.protocol.feedback_event import FeedbackEvent as FeedbackEvent
+from penstock.protocol.lease_messages import MAX_ARMS as MAX_ARMS
 from penstock.protocol.lease_messages import MAX_LEASES as MAX_LEASES
 from penstock.protocol.lease_messages import MAX_PAGE as MAX_PAGE
 from penstock.protocol.lease_messages import MAX_PROMPT_BYTES as MAX_PROMPT_BYTES

@@ -20,6 +20,8 @@ MAX_PROMPT_BYTES = 64 << 10
 """Bytes of a prompt's payload."""
 MAX_PROMPTS = 1 << 20
 """Prompts of a list."""
+MAX_ARMS = 4096
+"""Arms of a curriculum."""
 MAX_PAGE = 256
 """Events of groups asked for with one message, at most."""
 
@@ -74,6 +76,16 @@ class OfferPrompts(Message, frozen=True, tag="offer-prompts"):
     attempts: int
     again: tuple[str, ...]
     tenant: str = ""
+    max_expiries: int | None = None
+    """Leases on a prompt that may run out in a row before it is given up. None: any number."""
+    order: str = ""
+    """The curriculum that draws prompts, by the name of its class. Empty: every prompt once per epoch."""
+    parameters: bytes = b""
+    """Of the curriculum, as JSON."""
+    arms: tuple[str, ...] = ()
+    """Names of groups of prompts which the curriculum treats alike, at most `MAX_ARMS`."""
+    arm_of: bytes = b""
+    """The arm of each prompt of the list, as little-endian uint16."""
 
 
 class PromptsOffered(Message, frozen=True, tag="prompts-offered"):

@@ -6,6 +6,8 @@ from penstock.replay.curricula import Curriculum as Curriculum
 from penstock.replay.curricula import DifficultyPools as DifficultyPools
 from penstock.replay.curricula import Sequential as Sequential
 from penstock.replay.curricula import Thompson as Thompson
+from penstock.replay.curricula import epoch_order as epoch_order
+from penstock.replay.curricula import read_curriculum as read_curriculum
 from penstock.replay.drawing import Drawing as Drawing
 from penstock.replay.fixed_order import Fifo as Fifo
 from penstock.replay.fixed_order import Lifo as Lifo

@@ -245,7 +245,9 @@ class _Life:
             return type(record)(op=set_aside[names[record.op]])
         if isinstance(record, ReturnLeases):
             numbers = [state.leases.number_of(*self._leases[number]) for number in record.leases]
-            return ReturnLeases(leases=tuple(n for n in numbers if n is not None), reason=record.reason)
+            return msgspec.structs.replace(record, leases=tuple(n for n in numbers if n is not None))
+        if isinstance(record, HandOut):  # what was recorded is handed out; events have other numbers here
+            return msgspec.structs.replace(record, seen=0)
         return record
 
     # -------------------------------------------------------------- steps

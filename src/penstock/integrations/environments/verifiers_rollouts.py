@@ -279,7 +279,7 @@ class _Players:
         await self._write([episode for episode in episodes if not isinstance(episode, BaseException)])
         lost[_FAILED] += sum(len(rows) for name, rows in by_agent.items() if name not in useful)
         for reason in [reason for reason in lost if lost[reason]]:
-            await self._plane.adiscard(reason, lost[reason])
+            await self._plane.adiscard(reason, lost[reason], prompt=prompt)
         self._count_outcome(put=bool(useful), lost=lost)
 
     def _count_outcome(self, *, put: bool, lost: Counter[str]) -> None:
