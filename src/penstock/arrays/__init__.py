@@ -50,7 +50,7 @@ from penstock.arrays.counts import (
     check_version,
     known,
 )
-from penstock.arrays.digests import sample_digests, step_digest
+from penstock.arrays.digests import column_digests, sample_digests, step_digest
 from penstock.arrays.images import ImageSpan, check_spans, types_of
 from penstock.arrays.kept_sets import check_kept, first_bad_set
 from penstock.arrays.own_columns import (
@@ -141,6 +141,7 @@ __all__ = [
     "coerce",
     "coerce_cells",
     "coerce_lists",
+    "column_digests",
     "common_prefix",
     "copied",
     "declared",

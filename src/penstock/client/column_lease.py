@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.arrays import Sample, Samples, sample_digests
-from penstock.client.attaching import AttachResult, attach
+from penstock.client.attaching import AttachResult, LateValue, attach
 from penstock.client.conversations import Call, Conversation, Pause
 from penstock.client.direct import reachable
 from penstock.client.producer_connection import ProducerConnection, error_of
@@ -84,8 +84,9 @@ class ColumnLease:
         ids = sample.token_ids[sample.loss_mask] if trained else sample.token_ids
         return str(self._asked.tokenizer.decode(ids.tolist()))
 
-    def attach(self, values: Mapping[str, float], *, errors: Mapping[str, str] | None = None) -> AttachResult:
-        """Attach values by sample id. Durable when this returns. A sample in `errors` could not be scored.
+    def attach(self, values: Mapping[str, LateValue], *, errors: Mapping[str, str] | None = None) -> AttachResult:
+        """Attach values by sample id: a number, or one value per token if the column has them. Durable when this
+        returns. A sample in `errors` could not be scored.
 
         Raises `Conflict`, and attaches nothing, if a sample has another value already."""
         from penstock.client.conversations import run
@@ -93,14 +94,18 @@ class ColumnLease:
         self._connection.check_open()
         return run(self._attach(values, errors or {}))
 
-    async def aattach(self, values: Mapping[str, float], *, errors: Mapping[str, str] | None = None) -> AttachResult:
+    async def aattach(
+        self, values: Mapping[str, LateValue], *, errors: Mapping[str, str] | None = None
+    ) -> AttachResult:
         """`attach` for asyncio."""
+        import asyncio
+
         from penstock.client.conversations import arun
 
         self._connection.check_open()
-        return await arun(self._attach(values, errors or {}), _at_once)
+        return await arun(self._attach(values, errors or {}), asyncio.to_thread)
 
-    def _attach(self, values: Mapping[str, float], errors: Mapping[str, str]) -> Conversation[AttachResult]:
+    def _attach(self, values: Mapping[str, LateValue], errors: Mapping[str, str]) -> Conversation[AttachResult]:
         scored, failed = self._by_group(values), self._by_group(errors)
         result = yield from attach(self._connection, self.column, scored, failed)
         for group in {*scored, *failed}:
@@ -132,10 +137,6 @@ class ColumnLease:
 
     def __repr__(self) -> str:
         return f"ColumnLease({self.column!r}, {len(self.samples)} samples of {len(self.groups)} groups)"
-
-
-async def _at_once(act: Callable[[], Any]) -> Any:
-    return act()
 
 
 def _cancel(lease: weakref.ref[ColumnLease], group: str, reason: str) -> None:

@@ -63,7 +63,7 @@ from penstock.protocol import (
 )
 
 if TYPE_CHECKING:
-    from penstock.client.attaching import AttachResult
+    from penstock.client.attaching import AttachResult, LateValue
     from penstock.client.column_lease import ColumnLease, LeaseRequest
     from penstock.client.prompt_lists import Prompt
     from penstock.client.source import Source
@@ -388,11 +388,12 @@ class Plane:
     def attach(
         self,
         column: str,
-        values: Mapping[str, Mapping[str, float]],
+        values: Mapping[str, Mapping[str, LateValue]],
         *,
         errors: Mapping[str, Mapping[str, str]] | None = None,
     ) -> AttachResult:
-        """Give samples of accepted groups a value that they lacked when they were put, by group and sample id.
+        """Give samples of accepted groups a value that they lacked when they were put, by group and sample id: a
+        number, or one value per token if the column has them.
 
         Durable when this returns, and never waits for room. The same value twice is no error: the result counts it as
         known. Another value for the same sample raises `Conflict`, and nothing of the call is attached. A sample in
@@ -405,7 +406,7 @@ class Plane:
     async def aattach(
         self,
         column: str,
-        values: Mapping[str, Mapping[str, float]],
+        values: Mapping[str, Mapping[str, LateValue]],
         *,
         errors: Mapping[str, Mapping[str, str]] | None = None,
     ) -> AttachResult:

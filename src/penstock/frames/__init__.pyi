@@ -16,11 +16,17 @@ from penstock.frames.head import front_of as front_of
 from penstock.frames.head import front_size as front_size
 from penstock.frames.head import read_head as read_head
 from penstock.frames.late_columns import LATE_COLUMNS as LATE_COLUMNS
+from penstock.frames.late_columns import LATE_IN_FRAME as LATE_IN_FRAME
 from penstock.frames.late_columns import NO_LATE as NO_LATE
 from penstock.frames.late_columns import LateColumns as LateColumns
 from penstock.frames.late_columns import attach_late as attach_late
 from penstock.frames.late_columns import late_digests as late_digests
 from penstock.frames.late_columns import with_late as with_late
+from penstock.frames.late_frames import LateValuesFrame as LateValuesFrame
+from penstock.frames.late_frames import check_late as check_late
+from penstock.frames.late_frames import encode_values as encode_values
+from penstock.frames.late_frames import is_late as is_late
+from penstock.frames.late_frames import read_group as read_group
 from penstock.frames.layout import MAGIC as MAGIC
 from penstock.frames.layout import PREFIX_SIZE as PREFIX_SIZE
 from penstock.frames.layout import Block as Block

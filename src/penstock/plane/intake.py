@@ -226,7 +226,7 @@ class Intake:
         """Return the metadata, if it matches the frame's size and the plane's limits."""
         metadata, size = GroupMetadata.from_bytes(group.raw_metadata), parse_location(group.location).size
         name = f"group {group.id!r}"
-        if metadata.late.values or metadata.late.left_out:
+        if metadata.late:
             raise CorruptFrame(f"{name}: metadata with late values; attach them after the put")
         if metadata.group != group.id or not metadata.num_samples:
             raise CorruptFrame(f"{name}: the metadata is of group {metadata.group!r}, {metadata.num_samples} samples")
@@ -418,5 +418,11 @@ def check_lengths(metadata: GroupMetadata) -> None:
 def metadata_for(settings: PlaneSettings, metadata: GroupMetadata, frame: Buffer) -> GroupMetadata:
     """Make the metadata of a group again, for the current `seq_len`."""
     drop = settings.over_length == "drop"
-    found = check_group(frame, group=metadata.group, seq_len=settings.packing.seq_len, drop=drop)
+    found = check_group(
+        frame,
+        group=metadata.group,
+        seq_len=settings.packing.seq_len,
+        drop=drop,
+        is_partial=bool(metadata.late.digests),
+    )
     return with_late(found, metadata.late)

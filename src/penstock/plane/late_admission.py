@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.arrays import ALL_OR_NONE
 from penstock.convert import Rollouts, advantage_named, filter_named
 from penstock.errors import InvalidInput
 from penstock.frames import GroupMetadata, LateColumns, with_late
@@ -58,9 +59,13 @@ def _admit(metadata: GroupMetadata, group: WaitingGroup) -> Verdict:
     for name, values in group.given.items():
         for row, value in values.items():
             errors[row] |= value is None
-            given[name][row] = np.nan if value is None else value
+            given[name][row] = np.nan if value is None or isinstance(value, bytes) else value
     late = {name: _narrow(name, values) for name, values in given.items()}
     out, reasons = errors.copy(), Counter({ERROR: int(errors.sum())} if errors.any() else {})
+    lacking = _lacking(group, count) & ~out
+    if lacking.any():
+        reasons[MISSING] += int(lacking.sum())
+        out |= lacking
     origins = origins_of(metadata)
     rollouts = _rollouts(metadata, given.get("rewards"), errors, origins)
     if group.awaited.advantage:
@@ -72,10 +77,27 @@ def _admit(metadata: GroupMetadata, group: WaitingGroup) -> Verdict:
         if drops.any():
             reasons[one.reason] += int(drops.sum())
             out |= drops
-    made = with_late(metadata, LateColumns(values=_packed(late), left_out=out.tobytes() if out.any() else b""))
+    made = with_late(
+        metadata,
+        LateColumns(
+            values=_packed(late),
+            left_out=out.tobytes() if out.any() else b"",
+            digests=metadata.late.digests,
+        ),
+    )
     if out.any() and not any(made.kept_loss_tokens):
         return Verdict(made, reasons.most_common(1)[0][0])
     return Verdict(made, left_out=reasons)
+
+
+def _lacking(group: WaitingGroup, count: int) -> NDArray[np.bool_]:
+    """Return [samples], those that lack a column which others got, and which a step has for all samples or for none.
+    Filled with zeros, teacher log-probabilities would be wrong without a sign of it."""
+    found = np.zeros(count, np.bool_)
+    for name, given in group.given.items():
+        if name in ALL_OR_NONE and any(isinstance(value, bytes) for value in given.values()):
+            found[group.lacks(name)] = True
+    return found
 
 
 def _rollouts(

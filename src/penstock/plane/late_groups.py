@@ -27,8 +27,9 @@ class WaitingGroup(msgspec.Struct, array_like=True, kw_only=True):
     """A group that lacks columns, and what it was given so far."""
 
     awaited: Awaited
-    given: dict[str, dict[int, float | None]] = msgspec.field(default_factory=dict)
-    """Column -> sample -> value; None: the sample could not be scored."""
+    given: dict[str, dict[int, float | bytes | None]] = msgspec.field(default_factory=dict)
+    """Column -> sample -> value. Of a column that is stored in the frame, the digest of the values. None: the sample
+    could not be scored."""
     priority: float = 1.0
     """Its priority in the table."""
 
@@ -65,6 +66,7 @@ class LateGroups:
         group = self.waiting[record.group]
         given = group.given.setdefault(record.column, {})
         given |= record.values
+        given |= record.digests
         given |= dict.fromkeys(record.errors)
         if not group.lacks(record.column):
             self.free.get(record.column, {}).pop(record.group, None)

@@ -72,6 +72,7 @@ class Decide:
 
     ticket: Ticket
     message: Discard | SettleGroup | SetWeight | OpenSegment | AttachValues
+    frames: Frames = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,8 @@ class Admission:
                 groups, size = self.rooms.credit(self._tables)
                 pulse = msgspec.structs.replace(self._pulse(), credit_groups=groups, credit_bytes=size)
                 return [Send(peer, pulse)]
+            if (known := self._decided.get((peer, message.ticket))) is not None:
+                return [Send(peer, known)]
             # The traced group may have arrived in this very turn and not be written yet: answer when it is.
             self._traces.append((peer, message))
             return []
@@ -205,7 +208,7 @@ class Admission:
         known = self._decided.get((peer, message.ticket))
         if known is not None:  # our answer was slow or lost; deciding again would count the samples twice
             return [Send(peer, known)]
-        return [Decide((peer, message.ticket), message)]
+        return [Decide((peer, message.ticket), message, frames)]
 
     def _on_ask(self, peer: Peer, message: AskRoom) -> list[Effect]:
         ticket = (peer, message.ticket)

@@ -144,6 +144,10 @@ class AttachValues(Message, frozen=True, tag="attach-values"):
     """Group -> sample -> value; at most `MAX_SCORED` groups."""
     errors: dict[str, dict[str, str]] = msgspec.field(default_factory=dict)
     """Group -> sample that could not be scored -> why."""
+    groups: tuple[str, ...] = ()
+    """Of a column with values per token: the groups whose values the payload has, at most `MAX_SCORED`."""
+    digest: bytes = b""
+    """xxh3-128 of the payload."""
 
 
 class ValuesAttached(Message, frozen=True, tag="values-attached"):

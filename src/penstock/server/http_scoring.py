@@ -6,7 +6,7 @@ to another judge. Attaching needs no lease, so a slow judge loses nothing but it
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -46,11 +46,18 @@ class Leased(msgspec.Struct, kw_only=True):
     samples: list[LeasedSample]
 
 
+LateNumbers: TypeAlias = float | list[Any] | dict[str, list[Any]]
+"""A number, a list with one entry per token, or such lists by column where columns go together."""
+
+
 class AskedAttach(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Values of a column, by group and sample."""
 
     column: str
-    values: dict[str, dict[str, float]] = {}
+    values: Annotated[
+        dict[str, dict[str, LateNumbers]],
+        Meta(description="a number per sample, or of a column with values per token a list with one entry per token"),
+    ] = {}
     errors: Annotated[dict[str, dict[str, str]], Meta(description="samples that could not be scored, and why")] = {}
 
 
