@@ -17,9 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.arrays import Sample, Samples, sample_digests
-from penstock.client.attaching import AttachResult, LateValue, attach
+from penstock.client.attaching import AttachResult, LateValue, Leased, attach
 from penstock.client.conversations import Call, Conversation, Pause
-from penstock.client.direct import reachable
+from penstock.client.direct import Direct, reachable
 from penstock.client.producer_connection import ProducerConnection, error_of
 from penstock.errors import CorruptFrame, InvalidInput, StorageError, UnknownKey
 from penstock.frames import ANY_SIZE, decode
@@ -51,14 +51,20 @@ class ColumnLease:
     dropped."""
 
     def __init__(
-        self, connection: ProducerConnection, asked: LeaseRequest, leased: ColumnsLeased, samples: Sequence[Sample]
+        self,
+        connection: ProducerConnection,
+        asked: LeaseRequest,
+        leased: ColumnsLeased,
+        samples: Sequence[Sample],
+        seen: Leased | None = None,
     ) -> None:
+        """`seen`: what a worker that sees the storage knows of these groups."""
         self.column = asked.column
         self.samples = list(samples)
         """The samples that lack the column: `id`, `group`, `prompt`, `env`, `token_ids`, `loss_mask`, `rollout`."""
         self.cancelled: dict[str, str] = {}
         """Groups whose values are no longer wanted, and why: somebody was faster, or the group was dropped."""
-        self._connection, self._asked = connection, asked
+        self._connection, self._asked, self._seen = connection, asked, seen
         self._numbers = dict(zip(self.groups, leased.leases, strict=True))
         """Group -> its lease."""
         self._open = {group: {sample.id for sample in samples} for group, samples in self.groups.items()}
@@ -107,7 +113,7 @@ class ColumnLease:
 
     def _attach(self, values: Mapping[str, LateValue], errors: Mapping[str, str]) -> Conversation[AttachResult]:
         scored, failed = self._by_group(values), self._by_group(errors)
-        result = yield from attach(self._connection, self.column, scored, failed)
+        result = yield from attach(self._connection, self.column, scored, failed, self._seen)
         for group in {*scored, *failed}:
             self._open[group] -= {*scored.get(group, ()), *failed.get(group, ())}
             if not self._open[group]:
@@ -165,6 +171,13 @@ class _Worker:
         """Find out whether this process reads storage itself."""
         self._storage = reachable(attached)
 
+    def seen(self, leased: ColumnsLeased, direct: Direct) -> Leased | None:
+        """Return what is needed to write frames of leased groups, if this process sees the storage."""
+        if self._storage is None:
+            return None
+        picks = StepPicks.from_bytes(leased.picks).groups
+        return Leased(self._storage, direct, {picked.group: picked for picked in picks})
+
     def next(self) -> Conversation[tuple[ColumnsLeased, list[Sample]] | None]:
         """Return the next leases with their samples, or None after `timeout` seconds without any."""
         until = None if self._asked.timeout is None else time.monotonic() + self._asked.timeout
@@ -219,17 +232,18 @@ class _Worker:
 
 
 def lease_forever(
-    connection: ProducerConnection, asked: LeaseRequest, attached: Callable[[], Attached], run: Run
+    connection: ProducerConnection, asked: LeaseRequest, attached: Callable[[], Attached], direct: Direct, run: Run
 ) -> Iterator[ColumnLease]:
     """Yield leases until none comes for `timeout` seconds."""
     worker = _Worker(connection, asked)
     worker.reach(attached())
     while (found := run(worker.next())) is not None:
-        yield ColumnLease(connection, asked, *found)
+        leased, samples = found
+        yield ColumnLease(connection, asked, leased, samples, worker.seen(leased, direct))
 
 
 async def alease_forever(
-    connection: ProducerConnection, asked: LeaseRequest, attached: Callable[[], Attached], arun: ARun
+    connection: ProducerConnection, asked: LeaseRequest, attached: Callable[[], Attached], direct: Direct, arun: ARun
 ) -> AsyncIterator[ColumnLease]:
     """`lease_forever` for asyncio."""
     import asyncio
@@ -237,7 +251,8 @@ async def alease_forever(
     worker = _Worker(connection, asked)
     worker.reach(await asyncio.to_thread(attached))
     while (found := await arun(worker.next())) is not None:
-        yield ColumnLease(connection, asked, *found)
+        leased, samples = found
+        yield ColumnLease(connection, asked, leased, samples, worker.seen(leased, direct))
 
 
 def lease_once(connection: ProducerConnection, asked: LeaseRequest) -> Conversation[list[Sample]]:

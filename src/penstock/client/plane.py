@@ -433,7 +433,7 @@ class Plane:
         from penstock.client.column_lease import LeaseRequest, lease_forever
 
         asking = LeaseRequest(column, groups, tokenizer, lease_s, timeout)
-        return lease_forever(self._connection, asking, self._attached, self._run)
+        return lease_forever(self._connection, asking, self._attached, self._direct, self._run)
 
     def alacking(
         self,
@@ -448,7 +448,7 @@ class Plane:
         from penstock.client.column_lease import LeaseRequest, alease_forever
 
         asking = LeaseRequest(column, groups, tokenizer, lease_s, timeout)
-        return alease_forever(self._connection, asking, self._attached, self._arun)
+        return alease_forever(self._connection, asking, self._attached, self._direct, self._arun)
 
     # -------------------------------------------------------------- feedback
 

@@ -1,12 +1,15 @@
 """Make the frames of groups that get late columns with values per token.
 
-Values arrive as a payload. The intake thread reads the group's frame, merges the values and writes a new frame. Then
-`late_values` decides in one transaction: the values are attached, the group has the new frame, and the old frame is
-freed. A plane that is killed in between leaves a frame that the log does not know, as a put does.
+Values arrive as a payload. The intake thread reads the group's frame, merges the values and writes a new frame. A
+worker that sees the storage does this itself and sends the new frame's location and metadata. Then `late_values`
+decides in one transaction: the values are attached, the group has the new frame, and the old frame is freed. A process
+that is killed in between leaves a frame that the log does not know, as with a put.
 
-    values arrive    [intake: read, check, merge, write, sync]    attached, or the new frame is freed again
+    values     [intake: read, check, merge, write, sync]     attached, or the new frame is freed
+    stored     [intake: check the metadata, as of a put]     attached, or the new frame is freed
 
-If the group got another frame meanwhile, because somebody attached other values, the work is done again on that one.
+If the group got another frame meanwhile, because somebody attached other values, the work is done again on that one: by
+the plane, also for a worker, which then sends the values.
 """
 
 from __future__ import annotations
@@ -17,17 +20,19 @@ from functools import partial
 
 import xxhash
 
-from penstock.errors import CorruptFrame, InvalidInput, PenstockError, StorageError
+from penstock.errors import Conflict, CorruptFrame, InvalidInput, PenstockError, StorageError
 from penstock.frames import LATE_COLUMNS, GroupMetadata, LateValuesFrame, check_late, metadata_of_pieces, read_group
 from penstock.plane.engine import Engine
-from penstock.plane.intake import limits_of
+from penstock.plane.intake import Incoming, Intake, limits_of
 from penstock.plane.late_values import Attachment, Made, NewFrame
 from penstock.plane.recorder import failure_text
 from penstock.plane.settings import PlaneSettings
 from penstock.plane.workers import Workers
-from penstock.protocol import MAX_SCORED, AttachValues, Buffer, Frames
-from penstock.storage import Storage, Writer
+from penstock.protocol import MAX_SCORED, AttachValues, Buffer, Frames, StoredFrame
+from penstock.storage import Storage, Writer, parse_location
 
+_SAME = ("prompt", "run", "policy_version", "ids", "modes", "lengths", "loss_tokens", "env", "rewards", "truncated")
+"""Metadata that late columns in a frame do not change."""
 _BATCH_BYTES = 32 << 20
 """Frames in memory before they are written, at most."""
 
@@ -43,38 +48,111 @@ class _Base:
     """Sample -> digest of the values that it has already."""
 
 
+class Outdated(Conflict):
+    """A stored frame was made from a frame that its group no longer has."""
+
+
 class LateFrames:
     """Takes values per token and has the frames made. Runs on the loop's thread."""
 
     def __init__(self, engine: Engine, workers: Workers) -> None:
         self._engine, self._workers = engine, workers
+        self._intake = Intake(engine.settings, engine.writer)
         self._at_work: dict[object, tuple[AttachValues, Buffer]] = {}
         """Messages whose frames are being made, by ticket."""
 
     def is_at_work(self, ticket: object) -> bool:
         return ticket in self._at_work
 
-    def offer(self, ticket: object, message: AttachValues, frames: Frames) -> None:
-        """Take values. A repeated message is ignored while the first one is at work."""
+    def offer(self, ticket: object, message: AttachValues, frames: Frames, writer: str) -> None:
+        """Take values, or frames that `writer` wrote. A repeated message is ignored while the first one is at work."""
         if ticket in self._at_work:
             return
         try:
             self._check(message, frames)
-        except InvalidInput as error:
+            if message.stored:
+                self._look_at(ticket, message, self._expected(message, writer))
+                return
+        except PenstockError as error:
             self._engine.late.fail(ticket, error)
             return
         self._at_work[ticket] = message, frames[0]
         self.begin(ticket)
+
+    # -------------------------------------------------------------- frames that a worker wrote
+
+    def _expected(self, message: AttachValues, writer: str) -> list[Incoming]:
+        """Expect stored frames, all or none. Raises Sealed or InvalidInput."""
+        segments, found = self._engine.segments, list[Incoming]()
+        try:
+            for one in message.stored:
+                incoming = Incoming(
+                    id=one.group,
+                    digest=one.digest,
+                    size=parse_location(one.location).size,
+                    tickets=[],
+                    location=one.location,
+                    raw_metadata=one.metadata,
+                    is_partial=True,
+                )
+                incoming.read_back = segments.expect(one.location, writer)
+                found.append(incoming)
+        except PenstockError:
+            for incoming in found:
+                segments.reject(incoming.location)
+            raise
+        return found
+
+    def _look_at(self, ticket: object, message: AttachValues, found: list[Incoming]) -> None:
+        self._at_work[ticket] = message, b""
+        job = partial(self._intake.look_at_all, found)
+        self._workers.submit("intake", job, partial(self._looked_at, ticket, found))
+
+    def _looked_at(self, ticket: object, found: list[Incoming], result: object) -> None:
+        if isinstance(result, Exception):
+            raise result
+        message, state = self._at_work[ticket][0], self._engine.state
+        made = Made()
+        for one, incoming in zip(message.stored, found, strict=True):
+            if incoming.error is None and incoming.metadata is not None:
+                self._engine.segments.verified(one.location)
+                op = state.by_id.get(one.group, 0)
+                made.frames[one.group] = NewFrame(
+                    op=op, base=one.base, digest=one.digest, metadata=incoming.metadata, location=one.location
+                )
+                made.digests[one.group] = one.values
+                made.error = made.error or self._difference(op, one, incoming.metadata)
+            else:
+                self._engine.segments.reject(one.location)
+                made.error = made.error or incoming.error
+        self._engine.late.offer(ticket, message, made)
+
+    def _difference(self, op: int, stored: StoredFrame, metadata: GroupMetadata) -> PenstockError | None:
+        """Return what is wrong with a stored frame: all but the late columns must be as it was."""
+        row = self._engine.state.rows.get(op)
+        data = self._engine.log.metadata(op) if op in self._engine.state.late.waiting else None
+        if row is None or data is None or row.location != stored.base:
+            return None  # the values are compared with those that it has, and the frame is not used
+        before = GroupMetadata.from_bytes(data)
+        differs = [name for name in _SAME if getattr(before, name) != getattr(metadata, name)]
+        others = [i for i, name in enumerate(before.ids) if name not in stored.values]
+        if differs or any(before.digests[i] != metadata.digests[i] for i in others):
+            what = ", ".join(differs) or "samples that got no values"
+            return InvalidInput(f"attach: group {stored.group!r:.80}: the new frame differs in {what}")
+        return None
+
+    # -------------------------------------------------------------- frames that the plane makes
 
     def _check(self, message: AttachValues, frames: Frames) -> None:
         column = message.column
         check_late(column, is_own=column in self._engine.settings.packing.own)
         if column in LATE_COLUMNS:
             raise InvalidInput(f"attach {column}: values per token; give one number per sample")
-        if len(frames) != 1 or message.values or len(message.groups) > MAX_SCORED:
+        names = [*message.groups, *(one.group for one in message.stored)]
+        if len(frames) != bool(message.groups) or message.values or not 0 < len(set(names)) == len(names) <= MAX_SCORED:
             raise InvalidInput(
-                f"attach {column}: {len(frames)} frames of {len(message.groups)} groups, and {len(message.values)} "
-                f"groups with numbers; give one frame, of at most {MAX_SCORED} groups"
+                f"attach {column}: {len(frames)} frames, {len(message.stored)} stored, of {len(names)} groups, and "
+                f"{len(message.values)} groups with numbers; give one frame or stored ones, of 1 to {MAX_SCORED} groups"
             )
 
     def begin(self, ticket: object) -> None:
@@ -102,9 +180,11 @@ class LateFrames:
 
     def settled(self, found: Attachment) -> bool:
         """Note that values were decided about. Returns False if the frames are made again."""
-        if found.is_outdated:
+        if found.is_outdated and self._at_work[found.ticket][0].groups:
             self.begin(found.ticket)
             return False
+        if found.is_outdated:
+            found.error = Outdated("attach: the group got another frame meanwhile; send the values")
         self._at_work.pop(found.ticket, None)
         return True
 

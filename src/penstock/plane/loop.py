@@ -364,8 +364,8 @@ class PlaneLoop:
             if isinstance(effect, Offer):
                 self._offer(effect)
             elif isinstance(effect, Decide) and isinstance(effect.message, AttachValues):
-                if effect.message.groups:
-                    self._late_frames.offer(effect.ticket, effect.message, effect.frames)
+                if effect.message.groups or effect.message.stored:
+                    self._late_frames.offer(effect.ticket, effect.message, effect.frames, writer_of(effect.ticket[0]))
                 else:
                     self.engine.late.offer(effect.ticket, effect.message)
             elif isinstance(effect, Decide):

@@ -18,7 +18,7 @@ from penstock.frames import NO_LATE, GroupMetadata, attach_late, decode, encode
 from penstock.log import FORMAT, LOG, AwaitColumns, Awaited, GroupRow, LogReader, is_run, read_record, reading
 from penstock.plane import SETTINGS, read_manifest
 from penstock.runs.read_log import storage_of_run
-from penstock.storage import Gone, KeptStorage
+from penstock.storage import Gone, KeptStorage, parse_location
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +98,14 @@ class RecordedRun:
     @property
     def num_bytes(self) -> int:
         """Bytes of all frames that are kept."""
-        return sum(entry.size for entry in self.groups.values() if self.has_frame(entry.op))
+        return sum(parse_location(one.location).size for one in self.groups.values() if self.has_frame(one.op))
 
     def frame(self, op: int) -> bytes:
         """Read a group's frame. Raises Gone if it was freed meanwhile, CorruptFile if its bytes have changed."""
         entry = self.groups[op]
         try:
             frame = bytes(self.storage.read(entry.location)[0])
-            if len(frame) == entry.size and xxhash.xxh3_128_digest(frame) == entry.digest:
+            if xxhash.xxh3_128_digest(frame) == entry.digest:
                 return frame
             problem = (
                 f"{self.storage.url}: the frame of group {entry.id!r} at {entry.location} is not as it was written"
