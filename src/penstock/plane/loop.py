@@ -151,13 +151,13 @@ class PlaneLoop:
         self._effects = EffectRunner(
             self.engine, self.coordinator, self._pipeline, self.run_logger, self._send, self.damage
         )
-        self._begin_services()
+        self._begin_services(look)
         self._retry_at = self._look_at = 0.0
         self._now = self._started = time.monotonic()
         self.failure: BaseException | None = None
         """The exception that ended the loop, if one did."""
 
-    def _begin_services(self) -> None:
+    def _begin_services(self, look: Look) -> None:
         """Begin what answers workers beside puts: leases on prompts and columns, events, signed URLs."""
         self.leases = Leases(self.engine.recorder)
         self.tasks = TaskService(
@@ -170,7 +170,7 @@ class PlaneLoop:
         self._readers = FeedbackReaders(self.engine)
         self._signing = UrlSigning(self.engine, self._workers, self.admission, self._effects.do)
         self._late_frames = LateFrames(self.engine, self._workers)
-        self._columns = ColumnLeases(self.engine, self.leases, self._workers, self.admission, self._effects.do)
+        self._columns = ColumnLeases(self.engine, self.leases, self._workers, self.admission, self._effects.do, look)
 
     @property
     def urls(self) -> list[str]:
