@@ -53,7 +53,7 @@ class DirectEngine(Engine):
 
     def attach(self, column: str, values: Mapping[str, Mapping[str, Values]]) -> Attachment:
         """Attach values per token."""
-        frame, frames = encode_values(column, values), LateFrames(self, self._workers)
+        frame, frames = encode_values(column, values), LateFrames(self, self._workers, lambda _: None)
         digest = xxhash.xxh3_128_digest(frame)
         message = AttachValues(ticket=1, column=column, values={}, groups=tuple(values), digest=digest)
         frames.offer("t", message, [frame], "w")

@@ -15,8 +15,10 @@ from penstock.frames.head import digest_of as digest_of
 from penstock.frames.head import front_of as front_of
 from penstock.frames.head import front_size as front_size
 from penstock.frames.head import read_head as read_head
+from penstock.frames.late_columns import ERROR_DIGEST as ERROR_DIGEST
 from penstock.frames.late_columns import LATE_COLUMNS as LATE_COLUMNS
 from penstock.frames.late_columns import LATE_IN_FRAME as LATE_IN_FRAME
+from penstock.frames.late_columns import NO_DIGEST as NO_DIGEST
 from penstock.frames.late_columns import NO_LATE as NO_LATE
 from penstock.frames.late_columns import LateColumns as LateColumns
 from penstock.frames.late_columns import attach_late as attach_late

@@ -32,6 +32,7 @@ LATE_IN_FRAME = ("teacher_logprobs", "teacher_topk_logprobs", "rl_weights", "ce_
 """Columns with values per token that may be attached after a put, as may a run's own columns (`late_frames`). What the
 sampler knows, such as `logprobs`, must be there when a group is put. `teacher_topk_ids` come with their
 log-probabilities."""
+NO_DIGEST, ERROR_DIGEST = b"\0" * 16, b"\xff" * 16
 _CUT = ("kept", "kept_loss_tokens", "patches", "stub", "stub_patches")
 """Counts of what a step takes of a sample."""
 
@@ -45,7 +46,8 @@ class LateColumns(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """bool per sample: whether no step takes it, because it was scored as an error or a filter dropped it. Empty: none
     is left out."""
     digests: dict[str, bytes] = {}
-    """Column that was attached in the frame -> 16 bytes per sample, the digest of its values; zeros = none."""
+    """Column that was attached in the frame -> 16 bytes per sample: the digest of its values, `NO_DIGEST`, or
+    `ERROR_DIGEST` if the sample could not be scored."""
 
     def __bool__(self) -> bool:
         return bool(self.values or self.left_out or self.digests)

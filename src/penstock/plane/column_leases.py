@@ -79,6 +79,10 @@ class ColumnLeases:
         """Groups whose frames are unusable, and why. They wait here while a step is being planned."""
         leases.doubts[COLUMN] = lambda lease: self._doubt(read_key(lease.key)[0])
 
+    def doubt(self, group: str) -> None:
+        """Read the frame of a group that could not be read."""
+        self._doubt(self._engine.state.by_id.get(group, 0))
+
     def _reply(self, ticket: Ticket, found: FromPlane | PenstockError, frames: Frames = ()) -> None:
         if isinstance(found, PenstockError):
             self._send(self._admission.answer(ticket, found))
@@ -164,17 +168,18 @@ class ColumnLeases:
     def _gathered(self, ticket: Ticket, answer: ColumnsLeased, result: Frames | Exception) -> None:
         if isinstance(result, Exception):
             error = result if isinstance(result, PenstockError) else StorageError(failure_text(result))
+            if isinstance(result, DamagedFrame):  # a kind of error that clients know
+                error = CorruptFrame(str(result))
             self._leases.decide(ReturnLeases(leases=answer.leases), lambda _: self._reply(ticket, error))
             self._granted.pop(ticket, None)
             if isinstance(result, DamagedFrame):
-                self._doubt(self._engine.state.by_id.get(result.group, 0))
+                self.doubt(result.group)
         else:
             self._reply(ticket, answer, result)
 
     # -------------------------------------------------------------- damage
 
     def _doubt(self, op: int) -> None:
-        """Read the frame of a group that a worker could not score."""
         state, data = self._engine.state, self._engine.log.metadata(op)
         if op not in state.late.waiting or data is None or op in self._looking:
             return

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from penstock.arrays import ALL_OR_NONE
 from penstock.convert import Rollouts, advantage_named, filter_named
 from penstock.errors import InvalidInput
-from penstock.frames import GroupMetadata, LateColumns, with_late
+from penstock.frames import LATE_COLUMNS, GroupMetadata, LateColumns, with_late
 from penstock.plane.late_groups import WaitingGroup
 
 logger = logging.getLogger("penstock.plane")
@@ -62,7 +62,7 @@ def _admit(metadata: GroupMetadata, group: WaitingGroup) -> Verdict:
             given[name][row] = np.nan if value is None or isinstance(value, bytes) else value
     late = {name: _narrow(name, values) for name, values in given.items()}
     out, reasons = errors.copy(), Counter({ERROR: int(errors.sum())} if errors.any() else {})
-    lacking = _lacking(group, count) & ~out
+    lacking = _lacking(metadata, group) & ~out
     if lacking.any():
         reasons[MISSING] += int(lacking.sum())
         out |= lacking
@@ -82,7 +82,7 @@ def _admit(metadata: GroupMetadata, group: WaitingGroup) -> Verdict:
         LateColumns(
             values=_packed(late),
             left_out=out.tobytes() if out.any() else b"",
-            digests=metadata.late.digests,
+            digests=group.digests(count),
         ),
     )
     if out.any() and not any(made.kept_loss_tokens):
@@ -90,13 +90,16 @@ def _admit(metadata: GroupMetadata, group: WaitingGroup) -> Verdict:
     return Verdict(made, left_out=reasons)
 
 
-def _lacking(group: WaitingGroup, count: int) -> NDArray[np.bool_]:
-    """Return [samples], those that lack a column which others got, and which a step has for all samples or for none.
-    Filled with zeros, teacher log-probabilities would be wrong without a sign of it."""
+def _lacking(metadata: GroupMetadata, group: WaitingGroup) -> NDArray[np.bool_]:
+    """Return [samples], those that lack a column which is stored in frames and which their mode needs. Trained without
+    it, distillation would follow zeros, with no sign of it."""
+    count = metadata.num_samples
+    modes = metadata.modes if len(metadata.modes) > 1 else metadata.modes * count
     found = np.zeros(count, np.bool_)
-    for name, given in group.given.items():
-        if name in ALL_OR_NONE and any(isinstance(value, bytes) for value in given.values()):
-            found[group.lacks(name)] = True
+    for name in group.awaited.columns:
+        if name not in LATE_COLUMNS:
+            needed = ALL_OR_NONE.get(name, ())
+            found[[row for row in group.lacks(name) if modes[row] in needed]] = True
     return found
 
 

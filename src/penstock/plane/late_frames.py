@@ -14,7 +14,7 @@ the plane, also for a worker, which then sends the values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -29,7 +29,7 @@ from penstock.plane.recorder import failure_text
 from penstock.plane.settings import PlaneSettings
 from penstock.plane.workers import Workers
 from penstock.protocol import MAX_SCORED, AttachValues, Buffer, Frames, StoredFrame
-from penstock.storage import Storage, Writer, parse_location
+from penstock.storage import DamagedFrame, Storage, Writer, parse_location
 
 _SAME = ("prompt", "run", "policy_version", "ids", "modes", "lengths", "loss_tokens", "env", "rewards", "truncated")
 """Metadata that late columns in a frame do not change."""
@@ -55,8 +55,9 @@ class Outdated(Conflict):
 class LateFrames:
     """Takes values per token and has the frames made. Runs on the loop's thread."""
 
-    def __init__(self, engine: Engine, workers: Workers) -> None:
-        self._engine, self._workers = engine, workers
+    def __init__(self, engine: Engine, workers: Workers, doubt: Callable[[str], None]) -> None:
+        """`doubt` is called with groups whose frames could not be read."""
+        self._engine, self._workers, self._doubt = engine, workers, doubt
         self._intake = Intake(engine.settings, engine.writer)
         self._at_work: dict[object, tuple[AttachValues, Buffer]] = {}
         """Messages whose frames are being made, by ticket."""
@@ -174,6 +175,9 @@ class LateFrames:
         message, _ = self._at_work[ticket]
         if isinstance(made, Exception):
             made = Made(error=StorageError(f"attach {message.column}: {failure_text(made)}"))
+        if isinstance(made.error, DamagedFrame):
+            self._doubt(made.error.group)
+            made.error = CorruptFrame(f"attach {message.column}: {made.error}")
         for frame in made.frames.values():
             self._engine.segments.expect_own(frame.location)
         self._engine.late.offer(ticket, message, made)
@@ -236,7 +240,11 @@ def _merge(
 ) -> list[Buffer]:
     """Return the pieces of a group's new frame, and note its metadata."""
     before = GroupMetadata.from_bytes(base.metadata)
-    pieces = values.merged(name, read_group(storage.read(base.location)[0], before.digests, name))
+    try:
+        samples = read_group(storage.read(base.location)[0], before.digests, name)
+    except CorruptFrame as error:
+        raise DamagedFrame(name, str(error)) from None
+    pieces = values.merged(name, samples)
     metadata = metadata_of_pieces(
         pieces,
         group=name,

@@ -14,6 +14,7 @@ from collections import Counter
 
 import msgspec
 
+from penstock.frames import ERROR_DIGEST, LATE_COLUMNS, NO_DIGEST
 from penstock.log import AttachColumn, AwaitColumns, Awaited, GroupRow
 from penstock.plane.lease_book import LeaseBook
 
@@ -41,6 +42,15 @@ class WaitingGroup(msgspec.Struct, array_like=True, kw_only=True):
     @property
     def is_complete(self) -> bool:
         return not any(map(self.lacks, self.awaited.columns))
+
+    def digests(self, samples: int) -> dict[str, bytes]:
+        """Return what `LateColumns.digests` keeps of columns that are stored in the frame."""
+        found = {}
+        for column, given in self.given.items():
+            if column not in LATE_COLUMNS:
+                values = [given.get(row, NO_DIGEST) for row in range(samples)]
+                found[column] = b"".join(value if isinstance(value, bytes) else ERROR_DIGEST for value in values)
+        return found
 
 
 class LateGroups:

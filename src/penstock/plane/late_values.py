@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from penstock.errors import Conflict, InvalidInput, PenstockError, UnknownKey
-from penstock.frames import LATE_COLUMNS, GroupMetadata, LateColumns, check_late
+from penstock.frames import ERROR_DIGEST, LATE_COLUMNS, NO_DIGEST, GroupMetadata, LateColumns, check_late
 from penstock.log import AdmitGroup, AttachColumn, Discard, Record, State
 from penstock.plane.acceptance import MAX_ID, Acceptance, put_key
 from penstock.plane.late_admission import Verdict, admit, origins_of
@@ -34,8 +34,6 @@ Given: TypeAlias = dict[int, Value]
 MOST_OVERDUE = 64
 """Groups whose deadline is settled in one turn."""
 _MAX_WHY = 200
-_DIGEST = 16
-"""Bytes of a digest."""
 
 
 @dataclass(slots=True)
@@ -188,7 +186,8 @@ class LateDecisions:
             if frame is None or frame.base != self._location(op, turn):
                 raise _Outdated
             local.frames[op], location = frame, frame.location
-            local.metadata[op] = _with_digests(frame.metadata, after)
+            late = LateColumns(digests=after.digests(metadata.num_samples))
+            local.metadata[op] = msgspec.structs.replace(frame.metadata, late=late)
         local.records.append(
             AttachColumn(
                 group=op,
@@ -379,9 +378,7 @@ def _by_sample(
 
 def _had(metadata: GroupMetadata, column: str, row: int, value: Value, group: str, sample: str) -> bool:
     """Return whether a sample has this value, in its frame or attached. Raises Conflict if it has another."""
-    before: Value = _stored(metadata, column, row)
-    if metadata.late.left_out and metadata.late.left_out[row] and before != before:
-        before = None
+    before = _stored(metadata, column, row)
     if before is not None and before != before:
         return False
     _check_same(
@@ -390,14 +387,17 @@ def _had(metadata: GroupMetadata, column: str, row: int, value: Value, group: st
     return True
 
 
-def _stored(metadata: GroupMetadata, column: str, row: int) -> float | bytes:
+def _stored(metadata: GroupMetadata, column: str, row: int) -> Value:
     """Return a sample's value, or the digest of its values; NaN = none. b"" if it was put with values."""
     if column in LATE_COLUMNS:
         data = metadata.rewards if column == "rewards" else metadata.late.values.get(column, b"")
-        return float(np.frombuffer(data, "<f4")[row]) if data else math.nan
-    digest = metadata.late.digests.get(column, b"")[row * _DIGEST : (row + 1) * _DIGEST]
-    if any(digest):
-        return digest
+        value = float(np.frombuffer(data, "<f4")[row]) if data else math.nan
+        is_error = bool(metadata.late.left_out and metadata.late.left_out[row]) and value != value
+        return None if is_error else value
+    size = len(NO_DIGEST)
+    digest = metadata.late.digests.get(column, b"")[row * size : (row + 1) * size] or NO_DIGEST
+    if digest != NO_DIGEST:
+        return None if digest == ERROR_DIGEST else digest
     table = np.frombuffer(metadata.has, np.bool_).reshape(metadata.num_samples, -1)
     return b"" if column in metadata.columns and table[row, metadata.columns.index(column)] else math.nan
 
@@ -429,16 +429,6 @@ def _with(group: WaitingGroup, column: str, given: Given) -> WaitingGroup:
         given=group.given | {column: group.given.get(column, {}) | given},
         priority=group.priority,
     )
-
-
-def _with_digests(metadata: GroupMetadata, group: WaitingGroup) -> GroupMetadata:
-    """Return the metadata of a new frame, with the digests of values that were attached to it."""
-    digests = {}
-    for column, given in group.given.items():
-        rows = [given.get(row) for row in range(metadata.num_samples)]
-        if any(isinstance(value, bytes) for value in rows):
-            digests[column] = b"".join(value if isinstance(value, bytes) else bytes(_DIGEST) for value in rows)
-    return msgspec.structs.replace(metadata, late=LateColumns(digests=digests))
 
 
 def counts_of(waiting: Iterable[WaitingGroup]) -> Counter[str]:

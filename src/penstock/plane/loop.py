@@ -169,8 +169,8 @@ class PlaneLoop:
         )
         self._readers = FeedbackReaders(self.engine)
         self._signing = UrlSigning(self.engine, self._workers, self.admission, self._effects.do)
-        self._late_frames = LateFrames(self.engine, self._workers)
         self._columns = ColumnLeases(self.engine, self.leases, self._workers, self.admission, self._effects.do, look)
+        self._late_frames = LateFrames(self.engine, self._workers, self._columns.doubt)
 
     @property
     def urls(self) -> list[str]:

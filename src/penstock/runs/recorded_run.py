@@ -7,12 +7,13 @@ frame that was freed in between raises `Gone`, which is a normal answer for a ru
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
 
+from penstock.arrays import ALL_OR_NONE, TOPK, Sample, Samples
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.frames import NO_LATE, GroupMetadata, attach_late, decode, encode
 from penstock.log import FORMAT, LOG, AwaitColumns, Awaited, GroupRow, LogReader, is_run, read_record, reading
@@ -131,7 +132,8 @@ class RecordedRun:
         out = late.left_out or bytes(len(samples))
         if all(out):
             raise Gone(f"group {self.groups[op].id!r}: dropped when its late values came; no sample of it was trained")
-        return bytes(encode(samples.take([i for i in range(len(samples)) if not out[i]])))
+        kept = samples.take([i for i in range(len(samples)) if not out[i]])
+        return bytes(encode(_without_partial(kept, late.digests)))
 
     def awaited(self) -> dict[str, Awaited]:
         """Return what groups waited for when they were put, by id."""
@@ -160,3 +162,10 @@ class RecordedRun:
                 continue
             read += 1
         return read
+
+
+def _without_partial(samples: Samples, late: Iterable[str]) -> Sequence[Sample]:
+    """Return the samples of a group without late columns that only some of them have yet: a put needs all or none."""
+    partial = [name for name in late if name in ALL_OR_NONE and not samples[name].lengths.all()]
+    gone = {name: None for column in partial for name in (TOPK if column in TOPK else (column,))}
+    return [sample.replace(**gone) for sample in samples] if gone else samples
