@@ -62,19 +62,29 @@ def test_arrays_are_those_of_a_group_that_was_put_with_the_column(
     assert step.digest == same.digest
 
 
-def test_a_rank_on_tcp_trains_late_values(planes: tuple[ps.Plane, ps.Plane]) -> None:
-    server, client = planes
-    client.put(samples_of("g"))
-    (lease,) = client.lacking(TEACHER, timeout=0)
-    given = {sample.id: teacher(sample) for sample in lease.samples}
-    lease.attach(given)
-    with ps.connect(server.url, rank=0, world=1, timeouts=FAST) as source:
-        step = source.step(timeout=120)
-        (batch,) = step
-        found = arrays_of(batch)
-        source.commit(step)
-        source.flush(120)
-    assert found[TEACHER][: sum(map(len, given.values()))] == np.concatenate(list(given.values())).tolist()
+@pytest.mark.parametrize("direct", [True, False])
+def test_producer_judge_and_rank_on_tcp_train_late_numbers_and_late_values_per_token(
+    tmp_path: Path, direct: bool
+) -> None:
+    needs: dict[str, Any] = {"needs": ("rewards", TEACHER), "needs_deadline_s": 600.0}
+    with ps.open(tmp_path / "run", direct=direct, listen=("tcp://127.0.0.1:*",), **SETTINGS, **needs) as server:
+        with ps.open(server.url, timeouts=FAST) as producer, producer.group("p", id="g", advantage="grpo") as group:
+            rng = np.random.default_rng(7)
+            for _ in range(3):
+                group.add(rollout(rng))
+        with ps.open(server.url, timeouts=FAST) as judge:
+            (lease,) = judge.lacking("rewards", timeout=0)
+            lease.attach({sample.id: float(sample.id[-1]) for sample in lease.samples})
+            (lease,) = judge.lacking(TEACHER, timeout=0)
+            lease.attach({sample.id: teacher(sample) for sample in lease.samples})
+        with ps.connect(server.url, rank=0, world=1, timeouts=FAST) as source:
+            step = source.step(timeout=120)
+            late = [arrays_of(batch) for batch in step]
+            source.commit(step)
+            source.flush(120)
+    with ps.open(tmp_path / "once", **SETTINGS) as other:
+        other.put([sample.replace(**{TEACHER: teacher(sample)}) for sample in samples_of("g")])
+        assert late == taken(other)[0]
 
 
 def test_a_few_samples_at_a_time_are_attached_once_and_never_changed(planes: tuple[ps.Plane, ps.Plane]) -> None:
