@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import penstock as ps
 from penstock.errors import Conflict, InvalidInput
 from penstock.log import reading
-from tests.support.late_groups import arrays_of, rollout, taken
+from tests.support.late_groups import arrays_of, nothing_to_delete, rollout, taken
 from tests.support.pace import eventually
 from tests.support.planes import FAST
 
@@ -127,6 +128,22 @@ def test_values_that_do_not_fit_are_rejected_with_sample_and_column(planes: tupl
     assert lease.attach({sample.id: teacher(sample) for sample in lease.samples}) == (3, 0, 0)
 
 
+def test_workers_that_attach_to_one_group_at_the_same_time_lose_nothing(planes: tuple[ps.Plane, ps.Plane]) -> None:
+    _, client = planes
+    client.put(samples_of("g", 8))
+    (lease,) = client.lacking(TEACHER, timeout=0)
+    given = {sample.id: teacher(sample) for sample in lease.samples}
+
+    def work(name: str) -> int:
+        attach = lease.attach if int(name[-1]) % 2 else lambda values: client.attach(TEACHER, {"g": values})
+        return attach({name: given[name]}).new
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(work, given)) == [1] * 8
+        assert list(pool.map(work, given)) == [0] * 8
+    assert client.ledger.held == 8
+
+
 def test_old_frames_are_freed_and_a_repeated_put_is_recognised(planes: tuple[ps.Plane, ps.Plane]) -> None:
     server, client = planes
     for name in ("a", "b"):
@@ -137,7 +154,7 @@ def test_old_frames_are_freed_and_a_repeated_put_is_recognised(planes: tuple[ps.
     assert client.put(samples_of("a")) is False
     with pytest.raises(Conflict, match="accepted before with other content"):
         client.put(samples_of("a", 2))
-    eventually(lambda: server.status()["storage"]["to_delete"] == 0)
+    eventually(lambda: nothing_to_delete(server))
     live = server.status()["storage"]["live_bytes"]
     rows = [ps.encode([s.replace(**{TEACHER: teacher(s)}) for s in samples_of(name)]) for name in ("a", "b")]
     assert live == sum(map(len, rows))

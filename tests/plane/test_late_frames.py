@@ -18,7 +18,7 @@ from penstock.runs import RecordedRun, RunCopy, check, rerun, stored_samples
 from penstock.storage import FolderStorage, parse_location
 from tests.runs.test_recover import recover
 from tests.support.groups import named_group
-from tests.support.late_groups import taken
+from tests.support.late_groups import nothing_to_delete, taken
 from tests.support.pace import eventually
 from tests.support.planes import OpenPlane
 
@@ -147,7 +147,7 @@ def test_a_lost_log_is_recovered_with_the_columns(tmp_path: Path, open_plane: Op
     for name in "ab":
         plane.put(named_group(name, samples=3))
     plane.attach(TEACHER, values("a", 0, 1, 2))
-    eventually(lambda: plane.status()["storage"]["to_delete"] == 0)
+    eventually(lambda: nothing_to_delete(plane))
     plane.close()
     (tmp_path / "log.sqlite").unlink()
     recover(tmp_path)

@@ -169,17 +169,24 @@ class LateFrames:
                 known = {ids[row]: value for row, value in given.items() if isinstance(value, bytes)}
                 bases[name] = _Base(op, state.rows[op].location, data, known)
         job = partial(_make, self._engine.settings, self._engine.storage, self._engine.writer, message, payload, bases)
-        self._workers.submit("intake", job, partial(self._made, ticket))
+        self._workers.submit("intake", job, partial(self._made, ticket, bases))
 
-    def _made(self, ticket: object, made: Made | Exception) -> None:
+    def _made(self, ticket: object, bases: Mapping[str, _Base], made: Made | Exception) -> None:
         message, _ = self._at_work[ticket]
         if isinstance(made, Exception):
             made = Made(error=StorageError(f"attach {message.column}: {failure_text(made)}"))
-        if isinstance(made.error, DamagedFrame):
-            self._doubt(made.error.group)
-            made.error = CorruptFrame(f"attach {message.column}: {made.error}")
         for frame in made.frames.values():
             self._engine.segments.expect_own(frame.location)
+        if isinstance(made.error, DamagedFrame):
+            group = made.error.group
+            row = self._engine.state.rows.get(bases[group].op)
+            if row is None or row.location != bases[group].location:  # deleted, because the group got another frame
+                for frame in made.frames.values():
+                    self._engine.segments.reject(frame.location)
+                self.begin(ticket)
+                return
+            self._doubt(group)
+            made.error = CorruptFrame(f"attach {message.column}: {made.error}")
         self._engine.late.offer(ticket, message, made)
 
     def settled(self, found: Attachment) -> bool:
