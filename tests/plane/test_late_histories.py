@@ -29,11 +29,15 @@ REPLAYS = {
 }
 
 
+TOKENS = ("teacher_logprobs",)
+
+
 class History:
     """A plane that lives through random decisions."""
 
-    def __init__(self, folder: Path, seed: int, **settings: Any) -> None:
-        self._folder, self._settings = folder, settings
+    def __init__(self, folder: Path, seed: int, *, tokens: tuple[str, ...] = (), **settings: Any) -> None:
+        """`tokens` are columns with values per token that come late."""
+        self._folder, self._settings, self._tokens = folder, settings, tokens
         self._rng = np.random.default_rng(seed)
         self._names: list[str] = []
         self._now = 0.0
@@ -43,7 +47,7 @@ class History:
         made = PlaneSettings(
             packing=Packing(ranks=2, seq_len=64),
             target=Target(groups=2),
-            needs=("rewards",),
+            needs=("rewards", *self._tokens),
             needs_deadline_s=10.0,
             retain="all",
             **self._settings,
@@ -52,6 +56,7 @@ class History:
 
     def live(self, turns: int) -> None:
         acts = [self._put, self._put, self._put, self._attach, self._attach, self._attach, self._step, self._step]
+        acts += [self._attach_tokens] * (6 * len(self._tokens))
         for _ in range(turns):
             self._rng.choice(np.array([*acts, self._lease, self._wait, self._restart], object))()
             assert self.engine.ledger.balanced, self.engine.ledger
@@ -61,6 +66,8 @@ class History:
         name = f"g{len(self._names)}"
         version = max(self.engine.policy_version - int(self._rng.integers(4)), 0)
         samples = named_group(name, policy_version=version, samples=int(self._rng.integers(1, 4)))
+        mode = "opd" if self._tokens and self._rng.random() < 0.5 else "rl"
+        samples = [sample.replace(mode=mode) for sample in samples]
         is_late = self._rng.random() < 0.8
         if is_late:
             samples = [sample.replace(rewards=None, advantages=None) for sample in samples]
@@ -101,6 +108,23 @@ class History:
         self.engine.late.offer("t", message)
         self.engine.late.flush()  # unknown samples and other values than before are errors, and change nothing
 
+    def _attach_tokens(self) -> None:
+        """Attach values per token to a part of a group: some are known, some conflict, some come too late."""
+        waiting = [self.engine.state.rows[op].id for op in self.engine.state.late.waiting]
+        names = [*waiting, *self._names[-3:]]
+        name = str(self._rng.choice(names)) if names else ""
+        row = self.engine.state.rows.get(self.engine.state.by_id.get(name, 0))
+        if row is None:
+            return
+        before, column = row.location, str(self._rng.choice(self._tokens))
+        chosen = [f"{name}/{i}" for i in range(row.samples) if self._rng.random() < 0.8]
+        other = -1.0 if self._rng.random() < 0.1 else 0.0
+        found = self.engine.attach(
+            column, {name: {one: np.linspace(0, other - 1.0, 6) for one in chosen}} if chosen else {}
+        )
+        after = self.engine.state.rows[row.op].location if row.op in self.engine.state.rows else ""
+        assert after in ("", before) or found.new, found
+
     def _lease(self) -> None:
         free = list(self.engine.state.late.free.get("rewards", {}))
         numbers = list(self.engine.state.leases.open)
@@ -140,6 +164,9 @@ class History:
             assert +again.late.tables == +live.late.tables
             assert +again.bytes_of == +live.bytes_of
             assert again.leases.open == live.leases.open
+            assert {op: row.location for op, row in again.rows.items()} == {
+                op: row.location for op, row in live.rows.items()
+            }
             assert {op: row.kinds for op, row in again.rows.items() if op not in again.late.waiting} == {
                 op: row.kinds for op, row in live.rows.items() if op not in live.late.waiting
             }
@@ -150,12 +177,19 @@ class History:
 
 
 @pytest.mark.parametrize("name", REPLAYS)
-@pytest.mark.parametrize(("seed", "on_missing"), [(1, "drop"), (2, "train")])
-def test_memory_follows_from_the_log_and_a_rerun_agrees(tmp_path: Path, name: str, seed: int, on_missing: str) -> None:
+@pytest.mark.parametrize(("seed", "on_missing", "tokens"), [(1, "drop", ()), (2, "train", ()), (5, "train", TOKENS)])
+def test_memory_follows_from_the_log_and_a_rerun_agrees(
+    tmp_path: Path, name: str, seed: int, on_missing: str, tokens: tuple[str, ...]
+) -> None:
     history = History(
-        tmp_path / "run", seed, replay=REPLAYS[name], on_missing=on_missing, snapshot_every=int(10 ** (seed % 3))
+        tmp_path / "run",
+        seed,
+        tokens=tokens,
+        replay=REPLAYS[name],
+        on_missing=on_missing,
+        snapshot_every=int(10 ** (seed % 3)),
     )
-    history.live(120)
+    history.live(240 if tokens else 120)
     counts, steps = history.engine.state, history.engine.next_step - 1
     assert counts.ledger.dropped.total() + counts.ledger.waiting > 0
     assert steps > 2

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.errors import Fenced, Overloaded, PeerError, PlaneLost
 from penstock.protocol.admission import Admission, Decide, Offer
 from penstock.protocol.effects import Send
+from penstock.protocol.lease_messages import AttachValues, StoredFrame
 from penstock.protocol.message_header import pack_message, read_from_client, read_from_plane, run_of
 from penstock.protocol.messages import (
     Accepted,
@@ -437,6 +439,46 @@ def test_a_decision_whose_answer_is_lost_is_counted_once() -> None:
     world.pass_time(2.0)
     assert isinstance(producer.answers[ticket], Accepted)
     assert (producer.num_said(Discard) > 3, world.counted) == (True, 1)
+
+
+def test_values_to_attach_are_asked_after_and_sent_again_only_if_they_are_lost() -> None:
+    world = World()
+    producer = world.producer()
+    world.lost = {AttachValues}
+    attach = AttachValues(ticket=0, column="teacher_logprobs", values={}, groups=("g",))
+    ticket, events = producer.session.ask(lambda ticket: replace(attach, ticket=ticket), world.now, (b"values",))
+    producer.do(events)
+    world.pass_time(0.1)
+    assert producer.num_said(AttachValues) == 1
+    world.lost = {Accepted}  # the answer
+    world.pass_time(1.0)
+    said = producer.num_said(AttachValues)
+    assert (said, world.counted) == (2, 1)
+    world.lost = set()
+    world.pass_time(1.0)
+    assert isinstance(producer.answers[ticket], Accepted)
+    assert (producer.num_said(AttachValues), world.counted) == (said, 1)
+
+
+def test_stored_frames_are_taken_from_writers_only() -> None:
+    world = World()
+    stored = StoredFrame(group="g", base="a", location="b", metadata=b"", digest=b"", values={})
+    message = AttachValues(ticket=1, column="teacher_logprobs", values={}, stored=(stored,))
+    world.admission = Admission(
+        run="r",
+        run_id=world.run_id,
+        epoch=1,
+        ranks=1,
+        tables=world,
+        peer_s=TIMES.peer_s,
+        pulse=lambda: Pulse(epoch=1, session=0, waiting_for=""),
+        may_write=lambda peer: peer == "writer",
+    )
+    (refused,) = world.admission.on_message("p", message, ())
+    assert isinstance(refused, Send) and isinstance(refused.message, Rejected)
+    assert "needs a writer key" in refused.message.reason
+    (taken,) = world.admission.on_message("writer", message, ())
+    assert isinstance(taken, Decide)
 
 
 def test_a_plane_that_is_silent_is_an_error_with_a_bound() -> None:

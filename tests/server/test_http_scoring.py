@@ -82,7 +82,7 @@ def test_a_lease_over_http_is_renewed_and_returned_like_that_of_a_task(client: C
         ("/v1/lacking", b"{}", "missing required field `column`"),
         ("/v1/lacking", b'{"column": "rewards", "groups": 1000}', "1000 groups; lease 1 to 256 at once"),
         ("/v1/lacking", b'{"column": "rewards", "timeout": 1e9}', "<= 300"),
-        ("/v1/attach", b'{"column": "rewards", "values": {"a": {"a/0": "x"}}}', "Expected `float`"),
+        ("/v1/attach", b'{"column": "rewards", "values": {"a": {"a/0": "x"}}}', "Expected `float |"),
         ("/v1/attach", b'{"column": "rewards", "values": {"none": {"a/0": 1}}}', "it was not accepted"),
         ("/v1/attach", b"[[[", "body"),
     ],
@@ -101,3 +101,24 @@ def test_the_routes_need_the_token(client: Client) -> None:
         assert ask(client, "/v1/attach", column="rewards")[0] == 401
     finally:
         client.token = token
+
+
+def test_values_per_token_are_attached_as_lists() -> None:
+    needs = ["--needs=teacher_logprobs", "--set=needs_deadline_s=3600"]
+    with PlaneProcess(["memory:", *SMALL, *DOOR, *needs]) as process:
+        client = Client(process)
+        assert client.put(json_group("t"))[0] == 201
+        _, leased = ask(client, "/v1/lacking", column="teacher_logprobs", lease_s=600)
+        names = [sample["id"] for sample in leased["samples"]]
+        values = {"t": {name: [0, -0.5, -1, -2.25] for name in names}}
+        code, problem = ask(client, "/v1/attach", column="teacher_logprobs", values={"t": {names[0]: [-0.5]}})
+        assert (code, problem["error"]) == (400, "InvalidInput")
+        assert "group 't' sample 't/0': 1 values, and the sample has 4 tokens" in problem["message"]
+        code, problem = ask(client, "/v1/attach", column="teacher_logprobs", values={"t": {names[0]: [0, "x", 0, 0]}})
+        assert (code, problem["error"]) == (400, "InvalidInput")
+        for expected in ({"new": 2, "known": 0, "late": 0}, {"new": 0, "known": 2, "late": 0}):
+            assert ask(client, "/v1/attach", column="teacher_logprobs", values=values) == (200, expected)
+        values["t"][names[0]][3] = -1
+        code, problem = ask(client, "/v1/attach", column="teacher_logprobs", values=values)
+        assert (code, problem["error"]) == (409, "Conflict")
+        assert client.ask("GET", "/v1/ledger")[1]["held"] == 2

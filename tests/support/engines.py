@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import xxhash
 
+from penstock.arrays import Values
 from penstock.errors import InvalidInput
+from penstock.frames import encode_values
 from penstock.log import Log
 from penstock.plane.acceptance import Outcome
 from penstock.plane.engine import Engine
 from penstock.plane.intake import Intake
+from penstock.plane.late_frames import LateFrames
+from penstock.plane.late_values import Attachment
 from penstock.plane.opening import storage_of
 from penstock.plane.pipeline import Pipeline
 from penstock.plane.segments import Outside
 from penstock.plane.settings import PlaneSettings
 from penstock.plane.step_builder import StepBuilder
 from penstock.plane.workers import Inline
+from penstock.protocol import AttachValues
 from penstock.protocol.messages import Buffer
 from penstock.protocol.steps import Staged
 from penstock.storage import FolderStorage, MemoryStorage, Storage, parse_location
@@ -43,6 +50,18 @@ class DirectEngine(Engine):
         outcomes = self.acceptance.flush()
         self.segments.tidy([])
         return outcomes
+
+    def attach(self, column: str, values: Mapping[str, Mapping[str, Values]]) -> Attachment:
+        """Attach values per token."""
+        frame, frames = encode_values(column, values), LateFrames(self, self._workers, lambda _: None)
+        digest = xxhash.xxh3_128_digest(frame)
+        message = AttachValues(ticket=1, column=column, values={}, groups=tuple(values), digest=digest)
+        frames.offer("t", message, [frame], "w")
+        self._workers.finish()
+        (found,) = self.late.flush()
+        assert frames.settled(found)
+        self.segments.tidy([])
+        return found
 
     def plan_step(self, step: int) -> Staged | str:
         """Draw, plan, record and build the next step; or say what it waits for."""

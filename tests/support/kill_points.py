@@ -36,7 +36,8 @@ from tests.support.model_run import close_engine, open_engine
 
 CALLS = ("pwrite64", "write", "writev", "fdatasync", "fsync", "ftruncate", "unlink", "rename", "fallocate", "link")
 STEPS, PER_STEP = 3, 2
-LATE: dict[str, Any] = {"needs": ("rewards",), "needs_deadline_s": 3600.0}
+TEACHER = "teacher_logprobs"
+LATE: dict[str, Any] = {"needs": ("rewards", TEACHER), "needs_deadline_s": 3600.0}
 EVAL_BYTES = len(ps.encode(named_group("e1", tokens=40))) * 3 // 2
 """Bytes kept of evaluation groups: one group, so that the one before it is freed."""
 _LINE = re.compile(r"(\d+) +(\w+)\(")
@@ -93,6 +94,7 @@ def live_as_plane(folder: Path, say: Callable[[str], None]) -> None:
             _put_groups(number, lambda name: plane.put(samples_of(name), evaluation=name[0] == "e"), say)
             for name, values in late_values(number).items():  # one by one: a kill may come between them
                 plane.attach("rewards", {f"g{number}-0": {name: values}})
+                plane.attach(TEACHER, {f"g{number}-0": {name: teacher(values)}})
             if number < begin:
                 continue
             step = source.step(number, timeout=60)
@@ -121,6 +123,7 @@ def live_as_engine(folder: Path, say: Callable[[str], None]) -> None:
         for name, value in late_values(number).items():
             engine.late.offer(name, AttachValues(ticket=1, column="rewards", values={f"g{number}-0": {name: value}}))
             assert engine.late.flush()[0].error is None
+            assert engine.attach(TEACHER, {f"g{number}-0": {name: teacher(value)}}).error is None
         if number < engine.next_step:
             continue
         made = engine.stage_again(number) if number <= engine.last_step else engine.plan_step(number)
@@ -144,9 +147,16 @@ def put_into(engine: DirectEngine, name: str) -> bool:
 
 
 def samples_of(name: str) -> list[ps.Sample]:
-    """The samples of a group. The first group of a step gets its rewards later."""
+    """The samples of a group. The first group of a step gets its rewards and the teacher's log-probabilities later."""
     samples = named_group(name, tokens=40)
-    return [sample.replace(rewards=None) for sample in samples] if name.endswith("-0") else samples
+    if name.endswith("-0"):
+        return [sample.replace(rewards=None) for sample in samples]
+    return [sample.replace(**{TEACHER: teacher(0.0)}) for sample in samples]
+
+
+def teacher(value: float) -> list[float]:
+    """The teacher's log-probabilities of a sample."""
+    return [-value - 0.25] * 40
 
 
 def late_values(number: int) -> dict[str, float]:

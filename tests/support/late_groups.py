@@ -42,6 +42,12 @@ def taken(plane: ps.Plane, **more: Any) -> tuple[list[dict[str, Any]], ps.Step]:
     return found, step
 
 
+def nothing_to_delete(plane: ps.Plane) -> bool:
+    """Return whether storage has deleted what was freed. A plane deletes after each decision, so this makes one."""
+    plane.discard("tick", 1)
+    return not plane.status()["storage"]["to_delete"]
+
+
 def arrays_of(batch: ps.MicroBatch) -> dict[str, Any]:
     """Return what a micro-batch has, to compare."""
     columns = {name: np.asarray(values).tolist() for name, values in batch.columns.items()}

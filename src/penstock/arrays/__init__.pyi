@@ -41,6 +41,7 @@ from penstock.arrays.counts import check_count as check_count
 from penstock.arrays.counts import check_priority as check_priority
 from penstock.arrays.counts import check_version as check_version
 from penstock.arrays.counts import known as known
+from penstock.arrays.digests import column_digests as column_digests
 from penstock.arrays.digests import sample_digests as sample_digests
 from penstock.arrays.digests import step_digest as step_digest
 from penstock.arrays.images import ImageSpan as ImageSpan

@@ -34,6 +34,11 @@ def sample_digests(samples: Samples) -> list[bytes]:
     return [xxhash.xxh3_128_digest(b"".join(row)) for row in zip(*parts, strict=True)]
 
 
+def column_digests(samples: Samples, name: str) -> list[bytes]:
+    """Return [n], 16 bytes for the values that each sample has in one column, empty where it lacks the column."""
+    return _column(name, samples.columns[name])
+
+
 def step_digest(plan: bytes | memoryview, digests: Iterable[bytes]) -> str:
     """Return the digest that plane and rank compare: xxh3-128 of a rank's plan and its samples' digests, in order."""
     state = xxhash.xxh3_128(plan)

@@ -17,9 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.arrays import Sample, Samples, sample_digests
-from penstock.client.attaching import AttachResult, attach
+from penstock.client.attaching import AttachResult, LateValue, Leased, attach
 from penstock.client.conversations import Call, Conversation, Pause
-from penstock.client.direct import reachable
+from penstock.client.direct import Direct, reachable
 from penstock.client.producer_connection import ProducerConnection, error_of
 from penstock.errors import CorruptFrame, InvalidInput, StorageError, UnknownKey
 from penstock.frames import ANY_SIZE, decode
@@ -51,14 +51,20 @@ class ColumnLease:
     dropped."""
 
     def __init__(
-        self, connection: ProducerConnection, asked: LeaseRequest, leased: ColumnsLeased, samples: Sequence[Sample]
+        self,
+        connection: ProducerConnection,
+        asked: LeaseRequest,
+        leased: ColumnsLeased,
+        samples: Sequence[Sample],
+        seen: Leased | None = None,
     ) -> None:
+        """`seen`: what a worker that sees the storage knows of these groups."""
         self.column = asked.column
         self.samples = list(samples)
         """The samples that lack the column: `id`, `group`, `prompt`, `env`, `token_ids`, `loss_mask`, `rollout`."""
         self.cancelled: dict[str, str] = {}
         """Groups whose values are no longer wanted, and why: somebody was faster, or the group was dropped."""
-        self._connection, self._asked = connection, asked
+        self._connection, self._asked, self._seen = connection, asked, seen
         self._numbers = dict(zip(self.groups, leased.leases, strict=True))
         """Group -> its lease."""
         self._open = {group: {sample.id for sample in samples} for group, samples in self.groups.items()}
@@ -84,8 +90,9 @@ class ColumnLease:
         ids = sample.token_ids[sample.loss_mask] if trained else sample.token_ids
         return str(self._asked.tokenizer.decode(ids.tolist()))
 
-    def attach(self, values: Mapping[str, float], *, errors: Mapping[str, str] | None = None) -> AttachResult:
-        """Attach values by sample id. Durable when this returns. A sample in `errors` could not be scored.
+    def attach(self, values: Mapping[str, LateValue], *, errors: Mapping[str, str] | None = None) -> AttachResult:
+        """Attach values by sample id: a number, or one value per token if the column has them. Durable when this
+        returns. A sample in `errors` could not be scored.
 
         Raises `Conflict`, and attaches nothing, if a sample has another value already."""
         from penstock.client.conversations import run
@@ -93,16 +100,20 @@ class ColumnLease:
         self._connection.check_open()
         return run(self._attach(values, errors or {}))
 
-    async def aattach(self, values: Mapping[str, float], *, errors: Mapping[str, str] | None = None) -> AttachResult:
+    async def aattach(
+        self, values: Mapping[str, LateValue], *, errors: Mapping[str, str] | None = None
+    ) -> AttachResult:
         """`attach` for asyncio."""
+        import asyncio
+
         from penstock.client.conversations import arun
 
         self._connection.check_open()
-        return await arun(self._attach(values, errors or {}), _at_once)
+        return await arun(self._attach(values, errors or {}), asyncio.to_thread)
 
-    def _attach(self, values: Mapping[str, float], errors: Mapping[str, str]) -> Conversation[AttachResult]:
+    def _attach(self, values: Mapping[str, LateValue], errors: Mapping[str, str]) -> Conversation[AttachResult]:
         scored, failed = self._by_group(values), self._by_group(errors)
-        result = yield from attach(self._connection, self.column, scored, failed)
+        result = yield from attach(self._connection, self.column, scored, failed, self._seen)
         for group in {*scored, *failed}:
             self._open[group] -= {*scored.get(group, ()), *failed.get(group, ())}
             if not self._open[group]:
@@ -134,10 +145,6 @@ class ColumnLease:
         return f"ColumnLease({self.column!r}, {len(self.samples)} samples of {len(self.groups)} groups)"
 
 
-async def _at_once(act: Callable[[], Any]) -> Any:
-    return act()
-
-
 def _cancel(lease: weakref.ref[ColumnLease], group: str, reason: str) -> None:
     found = lease()
     if found is not None:
@@ -163,6 +170,13 @@ class _Worker:
     def reach(self, attached: Attached) -> None:
         """Find out whether this process reads storage itself."""
         self._storage = reachable(attached)
+
+    def seen(self, leased: ColumnsLeased, direct: Direct) -> Leased | None:
+        """Return what is needed to write frames of leased groups, if this process sees the storage."""
+        if self._storage is None:
+            return None
+        picks = StepPicks.from_bytes(leased.picks).groups
+        return Leased(self._storage, direct, {picked.group: picked for picked in picks})
 
     def next(self) -> Conversation[tuple[ColumnsLeased, list[Sample]] | None]:
         """Return the next leases with their samples, or None after `timeout` seconds without any."""
@@ -218,17 +232,18 @@ class _Worker:
 
 
 def lease_forever(
-    connection: ProducerConnection, asked: LeaseRequest, attached: Callable[[], Attached], run: Run
+    connection: ProducerConnection, asked: LeaseRequest, attached: Callable[[], Attached], direct: Direct, run: Run
 ) -> Iterator[ColumnLease]:
     """Yield leases until none comes for `timeout` seconds."""
     worker = _Worker(connection, asked)
     worker.reach(attached())
     while (found := run(worker.next())) is not None:
-        yield ColumnLease(connection, asked, *found)
+        leased, samples = found
+        yield ColumnLease(connection, asked, leased, samples, worker.seen(leased, direct))
 
 
 async def alease_forever(
-    connection: ProducerConnection, asked: LeaseRequest, attached: Callable[[], Attached], arun: ARun
+    connection: ProducerConnection, asked: LeaseRequest, attached: Callable[[], Attached], direct: Direct, arun: ARun
 ) -> AsyncIterator[ColumnLease]:
     """`lease_forever` for asyncio."""
     import asyncio
@@ -236,7 +251,8 @@ async def alease_forever(
     worker = _Worker(connection, asked)
     worker.reach(await asyncio.to_thread(attached))
     while (found := await arun(worker.next())) is not None:
-        yield ColumnLease(connection, asked, *found)
+        leased, samples = found
+        yield ColumnLease(connection, asked, leased, samples, worker.seen(leased, direct))
 
 
 def lease_once(

@@ -63,7 +63,7 @@ from penstock.protocol import (
 )
 
 if TYPE_CHECKING:
-    from penstock.client.attaching import AttachResult
+    from penstock.client.attaching import AttachResult, LateValue
     from penstock.client.column_lease import ColumnLease, LeaseRequest
     from penstock.client.prompt_lists import Prompt
     from penstock.client.source import Source
@@ -395,11 +395,12 @@ class Plane:
     def attach(
         self,
         column: str,
-        values: Mapping[str, Mapping[str, float]],
+        values: Mapping[str, Mapping[str, LateValue]],
         *,
         errors: Mapping[str, Mapping[str, str]] | None = None,
     ) -> AttachResult:
-        """Give samples of accepted groups a value that they lacked when they were put, by group and sample id.
+        """Give samples of accepted groups a value that they lacked when they were put, by group and sample id: a
+        number, or one value per token if the column has them.
 
         Durable when this returns, and never waits for room. The same value twice is no error: the result counts it as
         known. Another value for the same sample raises `Conflict`, and nothing of the call is attached. A sample in
@@ -412,7 +413,7 @@ class Plane:
     async def aattach(
         self,
         column: str,
-        values: Mapping[str, Mapping[str, float]],
+        values: Mapping[str, Mapping[str, LateValue]],
         *,
         errors: Mapping[str, Mapping[str, str]] | None = None,
     ) -> AttachResult:
@@ -439,7 +440,7 @@ class Plane:
         from penstock.client.column_lease import LeaseRequest, lease_forever
 
         asking = LeaseRequest(column, groups, tokenizer, lease_s, timeout)
-        return lease_forever(self._connection, asking, self._attached, self._run)
+        return lease_forever(self._connection, asking, self._attached, self._direct, self._run)
 
     def alacking(
         self,
@@ -454,7 +455,7 @@ class Plane:
         from penstock.client.column_lease import LeaseRequest, alease_forever
 
         asking = LeaseRequest(column, groups, tokenizer, lease_s, timeout)
-        return alease_forever(self._connection, asking, self._attached, self._arun)
+        return alease_forever(self._connection, asking, self._attached, self._direct, self._arun)
 
     # -------------------------------------------------------------- feedback
 

@@ -64,7 +64,8 @@ class PlaneKeywords(TypedDict, total=False):
     needs: Sequence[str]
     """Columns that every trained sample must have, such as logprobs or rewards, whatever its mode; a put without one
     is rejected, or waits for it if `needs_deadline_s` is given and the column may be attached later: rewards,
-    advantages."""
+    advantages, teacher_logprobs, teacher_topk_logprobs, rl_weights, ce_weights, ref_kl_weights, or one of your
+    own."""
     needs_deadline_s: float | None
     """Seconds that a group may wait for columns that are attached after its put, counted again after a restart; none:
     a put without a needed column is rejected."""

@@ -99,11 +99,11 @@ class ProducerConnection:
         """Whether this process, and not its parent before a fork, opened it."""
         return self._loop.is_mine
 
-    def ask(self, make: Callable[[int], FromClient]) -> Conversation[Answer]:
-        """Send a small request and return the answer, which is awaited while the plane is alive."""
+    def ask(self, make: Callable[[int], FromClient], frames: Frames = ()) -> Conversation[Answer]:
+        """Send a request and return the answer, which is awaited while the plane is alive."""
 
         def question(now: float) -> tuple[list[int], list[Event]]:
-            ticket, events = self.session.ask(make, now)
+            ticket, events = self.session.ask(make, now, frames)
             return [ticket], events
 
         (found,) = yield from self._converse(question, math.inf, None)

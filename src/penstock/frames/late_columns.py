@@ -1,7 +1,8 @@
-"""Columns that came after their group was put: one number per sample, kept with the group's metadata.
+"""Columns of one number per sample that came after their group was put, kept with the group's metadata.
 
-The frame in storage stays as it was written, and so do its digests. A step takes late values from the metadata: they
-reach a rank with its picks, and the rank gives them to the samples that it read.
+The frame in storage stays as it was, and so do its digests. A step takes late values from the metadata: they reach a
+rank with its picks, and the rank gives them to the samples that it read. Values per token go another way
+(`late_frames`).
 
     frame       samples a b c, without rewards
     metadata    late rewards  1.0  0.0  NaN       c has none: it was scored as an error, and no step takes it
@@ -26,7 +27,12 @@ if TYPE_CHECKING:
 LateValues: TypeAlias = Mapping[str, NDArray[np.float32]]
 """Column -> [samples] the value of each sample; NaN where it has none, or has one in its frame."""
 LATE_COLUMNS = ("rewards", "advantages")
-"""Columns of one number per sample that may be attached after a put."""
+"""Columns of one number per sample that may be attached after a put. Their values are kept with the metadata."""
+LATE_IN_FRAME = ("teacher_logprobs", "teacher_topk_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
+"""Columns with values per token that may be attached after a put, as may a run's own columns (`late_frames`). What the
+sampler knows, such as `logprobs`, must be there when a group is put. `teacher_topk_ids` come with their
+log-probabilities."""
+NO_DIGEST, ERROR_DIGEST = b"\0" * 16, b"\xff" * 16
 _CUT = ("kept", "kept_loss_tokens", "patches", "stub", "stub_patches")
 """Counts of what a step takes of a sample."""
 
@@ -39,9 +45,12 @@ class LateColumns(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     left_out: bytes = b""
     """bool per sample: whether no step takes it, because it was scored as an error or a filter dropped it. Empty: none
     is left out."""
+    digests: dict[str, bytes] = {}
+    """Column that was attached in the frame -> 16 bytes per sample: the digest of its values, `NO_DIGEST`, or
+    `ERROR_DIGEST` if the sample could not be scored."""
 
     def __bool__(self) -> bool:
-        return bool(self.values or self.left_out)
+        return bool(self.values or self.left_out or self.digests)
 
     def arrays(self, rows: Sequence[int] | None = None) -> dict[str, NDArray[np.float32]]:
         """Return the values of all samples, or of some."""

@@ -174,6 +174,7 @@ def _check_sizes(found: GroupMetadata) -> None:
     count = found.num_samples
     sizes = {"rewards": len(found.rewards) / 4, "truncated": len(found.truncated), "seconds": len(found.seconds)}
     sizes |= {f"late {name}": len(data) / 4 for name, data in found.late.values.items()}
+    sizes |= {f"digests of late {name}": len(data) / 16 for name, data in found.late.digests.items()}
     sizes["samples left out"] = len(found.late.left_out)
     for name, size in sizes.items():
         if size not in (0, count):
@@ -188,21 +189,46 @@ def _check_sizes(found: GroupMetadata) -> None:
 
 
 def check_group(
-    frame: Buffer, *, group: str, seq_len: int, limits: Limits | None = None, drop: bool = False
+    frame: Buffer,
+    *,
+    group: str,
+    seq_len: int,
+    limits: Limits | None = None,
+    drop: bool = False,
+    is_partial: bool = False,
 ) -> GroupMetadata:
     """Check a complete frame that arrived and compute its metadata. Raises InvalidInput or CorruptFrame.
 
-    With `drop`, samples longer than `seq_len` keep nothing, so no step takes them; otherwise they are truncated.
+    With `drop`, samples longer than `seq_len` keep nothing, so no step takes them; otherwise they are truncated. With
+    `is_partial`, some samples may still lack a column that others have: it is being attached.
     """
     head, samples, _ = describe(frame, limits=limits or Limits())
     front, size = front_of(frame), memoryview(frame).nbytes
-    return metadata_of(samples, head.prefixes, group=group, seq_len=seq_len, front=front, size=size, drop=drop)
+    return metadata_of(
+        samples,
+        head.prefixes,
+        group=group,
+        seq_len=seq_len,
+        front=front,
+        size=size,
+        drop=drop,
+        is_partial=is_partial,
+    )
 
 
-def metadata_of_pieces(made: FramePieces, *, group: str, seq_len: int, drop: bool = False) -> GroupMetadata:
+def metadata_of_pieces(
+    made: FramePieces, *, group: str, seq_len: int, drop: bool = False, is_partial: bool = False
+) -> GroupMetadata:
     """Compute the metadata of a frame encoded here, without decoding it. Equals `check_group` of the frame."""
     return metadata_of(
-        made.samples, made.prefixes, group=group, seq_len=seq_len, front=made.front, size=made.size, drop=drop
+        made.samples,
+        made.prefixes,
+        group=group,
+        seq_len=seq_len,
+        front=made.front,
+        size=made.size,
+        drop=drop,
+        is_partial=is_partial,
     )
 
 
@@ -215,6 +241,7 @@ def metadata_of(
     front: bytes = b"",
     size: int = 0,
     drop: bool = False,
+    is_partial: bool = False,
 ) -> GroupMetadata:
     """Compute the metadata of valid samples. Raises InvalidInput where they are not one group.
 
@@ -239,7 +266,7 @@ def metadata_of(
         seq_len=seq_len,
         num_tokens=samples.num_tokens,
         policy_version=min((version for version in versions if version >= 0), default=None),
-        kinds=_kinds(group, table),
+        kinds=_kinds(group, table, is_partial=is_partial),
         shapes=table.shapes,
         own={name: column.described() for name, column in table.own.items()},
         columns=columns,
@@ -376,7 +403,7 @@ def _check_names(group: str, samples: Samples) -> None:
         raise InvalidInput(f"group {group!r}: two samples have the same id; ids must be unique")
 
 
-def _kinds(group: str, table: SampleMetadata) -> dict[str, str]:
+def _kinds(group: str, table: SampleMetadata, *, is_partial: bool) -> dict[str, str]:
     """Return what this group demands of the others in its step. Raises InvalidInput for a group that is itself mixed.
 
     A group that has a column demands that every sample that needs it has it, even if the group could do without.
@@ -388,7 +415,7 @@ def _kinds(group: str, table: SampleMetadata) -> dict[str, str]:
             continue
         lacking = table.lacking(name)
         have = int(np.count_nonzero(table.has[name])) if name in table.has else 0
-        if have and lacking.any():
+        if have and lacking.any() and not is_partial:
             raise InvalidInput(
                 f"group {group!r}: sample {table.ids[int(lacking.argmax())]!r} has no {name}, which {have} other "
                 f"samples have; record them for all trained samples of mode {' or '.join(modes)}, or for none"

@@ -133,6 +133,10 @@ class Log(LogReader):
         self._write("UPDATE facts SET facts = ? WHERE op = ?", (metadata, op))
         self._write("UPDATE groups SET kinds = ? WHERE op = ?", (msgspec.msgpack.encode(kinds), op))
 
+    def set_frame(self, op: int, location: str, digest: bytes) -> None:
+        """Replace the frame of a group by one that also has late columns."""
+        self._write("UPDATE groups SET location = ?, digest = ? WHERE op = ?", (location, digest, op))
+
     def add_summaries(self, summaries: Sequence[tuple[int, Summary]]) -> None:
         """Keep what events show of groups, by op. A recovery may write a group again."""
         rows = [(op, pack_outcome(summary)) for op, summary in summaries]
@@ -150,7 +154,8 @@ class Log(LogReader):
         self.set_groups([op], State.HELD)
 
     def add_discard(self, name: str) -> None:
-        """Note that samples were counted as discarded under this name, so a repeated request counts nothing."""
+        """Note a name by which a repeated request is recognised: its samples were counted as discarded, or its group is
+        stored in another frame by now."""
         self._insert("discards", "name", [(name,)])
 
     def add_step(self, step: int, op: int, manifest: bytes) -> None:

@@ -143,6 +143,10 @@ class AttachColumn(_Record, frozen=True, tag="attach column"):
     """By position of the sample."""
     errors: dict[int, str] = {}
     """Position of a sample that could not be scored -> why."""
+    digests: dict[int, bytes] = {}
+    """Of a column that is stored in the frame: position of a sample -> digest of its values."""
+    location: str = ""
+    """The frame that has these values, in place of the one before; empty if the frame stays."""
 
 
 class AdmitGroup(_Record, frozen=True, tag="admit group"):

@@ -137,8 +137,17 @@ class Acceptance:
     def recognises(self, group: str, digest: bytes) -> bool | None:
         """Return whether this group is accepted for training with the same content, or None if the id is new."""
         log = self._recorder.log
-        known = log.digest_of(group) if 0 < len(group) <= MAX_ID else None
+        known = self.digest_of(group, digest) if 0 < len(group) <= MAX_ID else None
         return None if known is None else known == digest and not log.is_evaluation(group)
+
+    def digest_of(self, group: str, digest: bytes) -> bytes | None:
+        """Return the digest of a group's frame. That is `digest` if the group was put with it and has another frame by
+        now, because it got late columns."""
+        log = self._recorder.log
+        known = log.digest_of(group)
+        if known is not None and known != digest and log.is_discarded(put_key(group, digest)):
+            return digest
+        return known
 
     def states_of(self, groups: Sequence[str]) -> list[tuple[str, str]]:
         """Return state and reason of groups, in the ledger's words. ("unknown", "") for one that was not accepted."""
@@ -222,7 +231,7 @@ class Acceptance:
         group."""
         (ticket,) = group.tickets
         first = self._arrivals.get(group.id)
-        known = first.digest if first else self._recorder.log.digest_of(group.id)
+        known = first.digest if first else self.digest_of(group.id, group.digest)
         if known is None and not self._recorder.log.is_discarded(_dropped_key(group.id)):
             return None
         self._recorder.counts["puts_repeated"] += 1
@@ -540,6 +549,11 @@ def _outcomes(group: Incoming, *, stale: bool = False) -> list[Outcome]:
         Outcome(ticket, duplicate=i > 0, stale=stale, over_length=NONE if i else group.over_length)
         for i, ticket in enumerate(group.tickets)
     ]
+
+
+def put_key(group: str, digest: bytes) -> str:
+    """Return the key under which the log remembers the frame that a group was put with, once it has another one."""
+    return f"put: {digest.hex()} {group}"
 
 
 def _dropped_key(group: str) -> str:

@@ -3,18 +3,24 @@
 A worker that asks while no group lacks the column is answered when one does, or after a heartbeat without any, and asks
 again. Hand-outs are written with the other leases of the turn. A worker that cannot read storage gets the samples with
 the answer, gathered on a worker thread.
+
+If a group cannot be read, the plane reads its frame. A group whose frame is damaged or gone is dropped as lost: it
+could never get its column.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import NamedTuple, TypeAlias
 
-from penstock.errors import InvalidInput, PenstockError, StorageError
+from penstock.errors import CorruptFrame, DiskFull, InvalidInput, PenstockError, StorageError
 from penstock.frames import GroupMetadata
-from penstock.log import HandOut
+from penstock.log import HandOut, ReturnLeases
+from penstock.plane.damage import Look, lose
 from penstock.plane.engine import Engine
 from penstock.plane.late_groups import COLUMN, key_of, read_key
 from penstock.plane.leases import MAX_LEASE_S, MIN_LEASE_S, Leases
@@ -34,8 +40,9 @@ from penstock.protocol import (
     Send,
     StepPicks,
 )
-from penstock.storage import Pick, gather_picks
+from penstock.storage import DamagedFrame, Pick, gather_picks
 
+logger = logging.getLogger("penstock.plane")
 Ticket: TypeAlias = tuple[Peer, int]
 _REMEMBERED = 1024
 """Answers whose leases are remembered, for a worker whose answer was lost."""
@@ -50,7 +57,13 @@ class ColumnLeases:
     """Answers scoring workers. Runs on the loop's thread."""
 
     def __init__(
-        self, engine: Engine, leases: Leases, workers: Workers, admission: Admission, send: Callable[[Send], None]
+        self,
+        engine: Engine,
+        leases: Leases,
+        workers: Workers,
+        admission: Admission,
+        send: Callable[[Send], None],
+        look: Look,
     ) -> None:
         self._engine, self._leases, self._workers = engine, leases, workers
         self._admission, self._send = admission, send
@@ -59,6 +72,16 @@ class ColumnLeases:
         self._waiting: dict[Ticket, _Wanted] = {}
         """In the order in which they asked."""
         self._granted: dict[Ticket, tuple[str, ...]] = {}
+        self._look = look
+        self._looking: set[int] = set()
+        """Groups whose frames are being read, by op."""
+        self._bad: dict[int, str] = {}
+        """Groups whose frames are unusable, and why. They wait here while a step is being planned."""
+        leases.doubts[COLUMN] = lambda lease: self._doubt(read_key(lease.key)[0])
+
+    def doubt(self, group: str) -> None:
+        """Read the frame of a group that could not be read."""
+        self._doubt(self._engine.state.by_id.get(group, 0))
 
     def _reply(self, ticket: Ticket, found: FromPlane | PenstockError, frames: Frames = ()) -> None:
         if isinstance(found, PenstockError):
@@ -80,6 +103,10 @@ class ColumnLeases:
 
     def turn(self, now: float) -> None:
         """Hand out groups to the workers that wait. Costs nothing while none waits. Call it before the leases' turn."""
+        if self._bad and not self._engine.state.is_drawing:
+            bad, self._bad = self._bad, {}
+            with suppress(DiskFull):  # it is found again when somebody reads it
+                lose(self._engine, {op: why for op, why in bad.items() if op in self._engine.state.late.waiting})
         if not self._waiting:
             return
         free = {column: list(ops) for column, ops in self._engine.state.late.free.items()}
@@ -141,9 +168,33 @@ class ColumnLeases:
     def _gathered(self, ticket: Ticket, answer: ColumnsLeased, result: Frames | Exception) -> None:
         if isinstance(result, Exception):
             error = result if isinstance(result, PenstockError) else StorageError(failure_text(result))
-            self._reply(ticket, error)
+            if isinstance(result, DamagedFrame):  # a kind of error that clients know
+                error = CorruptFrame(str(result))
+            self._leases.decide(ReturnLeases(leases=answer.leases), lambda _: self._reply(ticket, error))
+            self._granted.pop(ticket, None)
+            if isinstance(result, DamagedFrame):
+                self.doubt(result.group)
         else:
             self._reply(ticket, answer, result)
+
+    # -------------------------------------------------------------- damage
+
+    def _doubt(self, op: int) -> None:
+        state, data = self._engine.state, self._engine.log.metadata(op)
+        if op not in state.late.waiting or data is None or op in self._looking:
+            return
+        self._looking.add(op)
+        location = state.rows[op].location
+        job = partial(self._look, self._engine.storage, location, data)
+        self._workers.submit("verify", job, partial(self._looked, op, location))
+
+    def _looked(self, op: int, location: str, result: CorruptFrame | Exception | None) -> None:
+        self._looking.discard(op)
+        row = self._engine.state.rows.get(op)
+        # A group that got late columns meanwhile has another frame, and this one is deleted.
+        if isinstance(result, CorruptFrame) and row is not None and row.location == location:
+            logger.warning("group %r, which waits for columns: %s; dropped as lost", row.id, result)
+            self._bad[op] = str(result)
 
 
 def _gathered(engine: Engine, picks: Sequence[Pick]) -> Frames:

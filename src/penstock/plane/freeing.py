@@ -26,6 +26,15 @@ class Freeing:
         if row.location:
             self._locations.append(row.location)
 
+    def supersede(self, location: str) -> None:
+        """Free a frame whose group has another one. Call it inside the transaction that says so."""
+        self._locations.append(location)
+
+    def keep(self, location: str) -> None:
+        """Undo `supersede`, after the transaction failed."""
+        if location in self._locations:
+            self._locations.remove(location)
+
     def keep_differences(self, frames: Container[int]) -> None:
         """After a rebuild, keep only groups that the log has not forgotten yet."""
         self.ops = [op for op in self.ops if op in frames]

@@ -154,6 +154,8 @@ class Incoming:
     """Its truncated and dropped samples."""
     is_dropped: bool = False
     """Every sample is longer than `seq_len`, and `over_length` is "drop"."""
+    is_partial: bool = False
+    """A part of its samples may have got a late column."""
     error: PenstockError | None = None
     """Why it is rejected."""
     is_ready: bool = False
@@ -186,7 +188,8 @@ class Intake:
                 # The client attached to an earlier plane with another seq_len: cuts differ, so read the frame again.
                 if not may_read:
                     return False
-                metadata = metadata_for(self._settings, metadata, self._storage.read(group.location)[0])
+                frame = self._storage.read(group.location)[0]
+                metadata = metadata_for(self._settings, metadata, frame, is_partial=group.is_partial)
             if group.is_evaluation:
                 group.eval_metadata = EvalMetadata.from_bytes(group.raw_eval_metadata)
                 self._check_own(metadata)
@@ -226,7 +229,7 @@ class Intake:
         """Return the metadata, if it matches the frame's size and the plane's limits."""
         metadata, size = GroupMetadata.from_bytes(group.raw_metadata), parse_location(group.location).size
         name = f"group {group.id!r}"
-        if metadata.late.values or metadata.late.left_out:
+        if metadata.late:
             raise CorruptFrame(f"{name}: metadata with late values; attach them after the put")
         if metadata.group != group.id or not metadata.num_samples:
             raise CorruptFrame(f"{name}: the metadata is of group {metadata.group!r}, {metadata.num_samples} samples")
@@ -276,7 +279,7 @@ class Intake:
             if group.is_evaluation:
                 metadata, group.eval_metadata = self.check_evaluation(group.id, group.frame)
             else:
-                metadata = self.check(group.id, group.frame)
+                metadata = self.check(group.id, group.frame, is_partial=group.is_partial)
             self._checked(group, metadata)
         except PenstockError as error:
             group.error = error
@@ -284,10 +287,12 @@ class Intake:
             text = f"group {group.id!r}: {type(error).__name__}: {error}; its frame cannot be read"
             group.error = InvalidInput(text)
 
-    def check(self, group: str, frame: Buffer) -> GroupMetadata:
+    def check(self, group: str, frame: Buffer, *, is_partial: bool = False) -> GroupMetadata:
         """Return the metadata of a frame. Raises what is wrong with the frame."""
         drop, seq_len = self._settings.over_length == "drop", self._settings.packing.seq_len
-        metadata = check_group(frame, group=group, seq_len=seq_len, limits=self.limits, drop=drop)
+        metadata = check_group(
+            frame, group=group, seq_len=seq_len, limits=self.limits, drop=drop, is_partial=is_partial
+        )
         self._check_metadata(metadata)
         return metadata
 
@@ -415,8 +420,16 @@ def check_lengths(metadata: GroupMetadata) -> None:
         )
 
 
-def metadata_for(settings: PlaneSettings, metadata: GroupMetadata, frame: Buffer) -> GroupMetadata:
+def metadata_for(
+    settings: PlaneSettings, metadata: GroupMetadata, frame: Buffer, *, is_partial: bool = False
+) -> GroupMetadata:
     """Make the metadata of a group again, for the current `seq_len`."""
     drop = settings.over_length == "drop"
-    found = check_group(frame, group=metadata.group, seq_len=settings.packing.seq_len, drop=drop)
+    found = check_group(
+        frame,
+        group=metadata.group,
+        seq_len=settings.packing.seq_len,
+        drop=drop,
+        is_partial=is_partial or bool(metadata.late.digests),
+    )
     return with_late(found, metadata.late)

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.arrays import ALL_OR_NONE
 from penstock.convert import Rollouts, advantage_named, filter_named
 from penstock.errors import InvalidInput
-from penstock.frames import GroupMetadata, LateColumns, with_late
+from penstock.frames import LATE_COLUMNS, GroupMetadata, LateColumns, with_late
 from penstock.plane.late_groups import WaitingGroup
 
 logger = logging.getLogger("penstock.plane")
@@ -58,9 +59,13 @@ def _admit(metadata: GroupMetadata, group: WaitingGroup) -> Verdict:
     for name, values in group.given.items():
         for row, value in values.items():
             errors[row] |= value is None
-            given[name][row] = np.nan if value is None else value
+            given[name][row] = np.nan if value is None or isinstance(value, bytes) else value
     late = {name: _narrow(name, values) for name, values in given.items()}
     out, reasons = errors.copy(), Counter({ERROR: int(errors.sum())} if errors.any() else {})
+    lacking = _lacking(metadata, group) & ~out
+    if lacking.any():
+        reasons[MISSING] += int(lacking.sum())
+        out |= lacking
     origins = origins_of(metadata)
     rollouts = _rollouts(metadata, given.get("rewards"), errors, origins)
     if group.awaited.advantage:
@@ -72,10 +77,30 @@ def _admit(metadata: GroupMetadata, group: WaitingGroup) -> Verdict:
         if drops.any():
             reasons[one.reason] += int(drops.sum())
             out |= drops
-    made = with_late(metadata, LateColumns(values=_packed(late), left_out=out.tobytes() if out.any() else b""))
+    made = with_late(
+        metadata,
+        LateColumns(
+            values=_packed(late),
+            left_out=out.tobytes() if out.any() else b"",
+            digests=group.digests(count),
+        ),
+    )
     if out.any() and not any(made.kept_loss_tokens):
         return Verdict(made, reasons.most_common(1)[0][0])
     return Verdict(made, left_out=reasons)
+
+
+def _lacking(metadata: GroupMetadata, group: WaitingGroup) -> NDArray[np.bool_]:
+    """Return [samples], those that lack a column which is stored in frames and which their mode needs. Trained without
+    it, distillation would follow zeros, with no sign of it."""
+    count = metadata.num_samples
+    modes = metadata.modes if len(metadata.modes) > 1 else metadata.modes * count
+    found = np.zeros(count, np.bool_)
+    for name in group.awaited.columns:
+        if name not in LATE_COLUMNS:
+            needed = ALL_OR_NONE.get(name, ())
+            found[[row for row in group.lacks(name) if modes[row] in needed]] = True
+    return found
 
 
 def _rollouts(

@@ -14,6 +14,7 @@ from collections import Counter
 
 import msgspec
 
+from penstock.frames import ERROR_DIGEST, LATE_COLUMNS, NO_DIGEST
 from penstock.log import AttachColumn, AwaitColumns, Awaited, GroupRow
 from penstock.plane.lease_book import LeaseBook
 
@@ -27,8 +28,9 @@ class WaitingGroup(msgspec.Struct, array_like=True, kw_only=True):
     """A group that lacks columns, and what it was given so far."""
 
     awaited: Awaited
-    given: dict[str, dict[int, float | None]] = msgspec.field(default_factory=dict)
-    """Column -> sample -> value; None: the sample could not be scored."""
+    given: dict[str, dict[int, float | bytes | None]] = msgspec.field(default_factory=dict)
+    """Column -> sample -> value. Of a column that is stored in the frame, the digest of the values. None: the sample
+    could not be scored."""
     priority: float = 1.0
     """Its priority in the table."""
 
@@ -40,6 +42,15 @@ class WaitingGroup(msgspec.Struct, array_like=True, kw_only=True):
     @property
     def is_complete(self) -> bool:
         return not any(map(self.lacks, self.awaited.columns))
+
+    def digests(self, samples: int) -> dict[str, bytes]:
+        """Return what `LateColumns.digests` keeps of columns that are stored in the frame."""
+        found = {}
+        for column, given in self.given.items():
+            if column not in LATE_COLUMNS:
+                values = [given.get(row, NO_DIGEST) for row in range(samples)]
+                found[column] = b"".join(value if isinstance(value, bytes) else ERROR_DIGEST for value in values)
+        return found
 
 
 class LateGroups:
@@ -65,6 +76,7 @@ class LateGroups:
         group = self.waiting[record.group]
         given = group.given.setdefault(record.column, {})
         given |= record.values
+        given |= record.digests
         given |= dict.fromkeys(record.errors)
         if not group.lacks(record.column):
             self.free.get(record.column, {}).pop(record.group, None)

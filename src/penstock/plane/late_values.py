@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 
 from penstock.errors import Conflict, InvalidInput, PenstockError, UnknownKey
-from penstock.frames import LATE_COLUMNS, GroupMetadata
+from penstock.frames import ERROR_DIGEST, LATE_COLUMNS, NO_DIGEST, GroupMetadata, LateColumns, check_late
 from penstock.log import AdmitGroup, AttachColumn, Discard, Record, State
-from penstock.plane.acceptance import MAX_ID, Acceptance
+from penstock.plane.acceptance import MAX_ID, Acceptance, put_key
 from penstock.plane.late_admission import Verdict, admit, origins_of
 from penstock.plane.late_groups import WaitingGroup
 from penstock.plane.outcomes import summary_of
@@ -27,8 +28,10 @@ from penstock.plane.recorder import Recorder, ends_plane, failure_text
 from penstock.plane.settings import PlaneSettings
 from penstock.protocol import MAX_REASON, MAX_SCORED, AttachValues
 
-Given: TypeAlias = dict[int, float | None]
-"""Sample -> value; None: it could not be scored."""
+Value: TypeAlias = float | bytes | None
+"""A value, or the digest of values that are in the frame; None: the sample could not be scored."""
+Given: TypeAlias = dict[int, Value]
+"""Sample -> value."""
 MOST_OVERDUE = 64
 """Groups whose deadline is settled in one turn."""
 MOST_RESTARTS = 3
@@ -47,6 +50,38 @@ class Attachment:
     late: int = 0
     """Came after the group was dropped, or trained without."""
     error: PenstockError | None = None
+    is_outdated: bool = False
+    """Not attached: the group got another frame meanwhile, so its new frame must be made again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewFrame:
+    """A frame with late columns, written to storage to take the place of another one."""
+
+    op: int
+    """The group."""
+    base: str
+    """Location of the frame that it was made from."""
+    digest: bytes
+    """xxh3-128 of its bytes."""
+    metadata: GroupMetadata
+    location: str = ""
+    """Empty until it is written."""
+
+
+@dataclass(slots=True)
+class Made:
+    """What was made of values per token."""
+
+    digests: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    """Group -> sample -> digest of its values."""
+    frames: dict[str, NewFrame] = field(default_factory=dict)
+    """By group. Groups that wait no longer, or have all of these values, have none."""
+    error: PenstockError | None = None
+
+
+class _Outdated(Exception):
+    """A new frame was made from a frame that its group no longer has."""
 
 
 @dataclass(slots=True)
@@ -58,7 +93,9 @@ class _Turn:
     """Groups that get values, as they will be."""
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     metadata: dict[int, GroupMetadata] = field(default_factory=dict)
-    """Of these groups, as the log has it."""
+    """Of these groups, as the log has it, or as of their new frames."""
+    frames: dict[int, NewFrame] = field(default_factory=dict)
+    """New frames of these groups."""
 
 
 class LateDecisions:
@@ -66,15 +103,19 @@ class LateDecisions:
 
     def __init__(self, settings: PlaneSettings, recorder: Recorder, acceptance: Acceptance) -> None:
         self._settings, self._recorder, self._acceptance = settings, recorder, acceptance
-        self._asked: dict[object, AttachValues] = {}
+        self._asked: dict[object, tuple[AttachValues, Made]] = {}
         """Messages of this turn, by ticket: a repeated one is answered once."""
         self._arrived: deque[tuple[float, int]] = deque()
         """(when, op): groups up to this op arrived by then. Begins again with a restart, but see `_go_on`."""
         self._seen_op = 0
 
-    def offer(self, ticket: object, message: AttachValues) -> None:
-        """Take values. The next `flush` decides about them."""
-        self._asked[ticket] = message
+    def offer(self, ticket: object, message: AttachValues, made: Made | None = None) -> None:
+        """Take values, with what was made of those per token. The next `flush` decides about them."""
+        self._asked[ticket] = message, made or Made()
+
+    def fail(self, ticket: object, error: PenstockError) -> None:
+        """Have the next `flush` answer with an error."""
+        self.offer(ticket, AttachValues(ticket=0, column="", values={}), Made(error=error))
 
     def flush(self) -> list[Attachment]:
         """Write the values of this turn. Results without error are durable."""
@@ -82,47 +123,87 @@ class LateDecisions:
         if not asked:
             return []
         turn, found = _Turn(), []
-        for ticket, message in asked.items():
-            found.append(self._look(ticket, message, turn))
+        for ticket, (message, made) in asked.items():
+            found.append(self._look(ticket, message, made, turn))
         for op, group in turn.groups.items():
             if group.is_complete:
                 self._admit(turn, op, group, overdue=False)
+        used = {frame.location for frame in turn.frames.values()}
         try:
             self._write(turn)
         except Exception as error:  # noqa: BLE001 - nothing was written; `_error_of` raises what ends the plane
             known = _error_of(error)
-            return [Attachment(one.ticket, error=one.error or known) for one in found]
-        for one in found:
-            self._recorder.counts.update(values_attached=one.new, values_known=one.known, values_late=one.late)
+            found = [one if one.is_outdated else Attachment(one.ticket, error=one.error or known) for one in found]
+        else:
+            for one in found:
+                self._recorder.counts.update(values_attached=one.new, values_known=one.known, values_late=one.late)
+        for _, made in asked.values():
+            for frame in made.frames.values():
+                if frame.location not in used:
+                    self._recorder.segments.reject(frame.location)
         return found
 
-    def _look(self, ticket: object, message: AttachValues, turn: _Turn) -> Attachment:
+    def _look(self, ticket: object, message: AttachValues, made: Made, turn: _Turn) -> Attachment:
         """Check one message. If anything in it is wrong, nothing of it is attached."""
-        result = Attachment(ticket)
-        records: list[AttachColumn] = []
-        groups: dict[int, WaitingGroup] = {}
+        result, local = Attachment(ticket), _Turn()
         try:
-            check_values(message)
-            for name in dict.fromkeys([*message.values, *message.errors]):
-                values: dict[str, float | None] = dict(message.values.get(name, {}))
-                errors = message.errors.get(name, {})
-                op = self._recorder.state.by_id.get(name, 0)
-                group = turn.groups.get(op) or self._recorder.state.late.waiting.get(op)
-                if group is None:
-                    self._compare(name, message.column, values | dict.fromkeys(errors), result)
-                    continue
-                metadata = self._metadata(op, turn)
-                given = _by_sample(metadata, message.column, group, values | dict.fromkeys(errors), result)
-                if given:
-                    why = {row: errors.get(metadata.ids[row], "")[:_MAX_WHY] for row, v in given.items() if v is None}
-                    numbers = {row: value for row, value in given.items() if value is not None}
-                    records.append(AttachColumn(group=op, column=message.column, values=numbers, errors=why))
-                    groups[op] = _with(group, message.column, given)
+            if made.error is not None:
+                return Attachment(ticket, error=made.error)
+            check_values(message, self._settings)
+            for name in dict.fromkeys([*message.values, *message.errors, *made.digests]):
+                self._look_at_group(name, message, made, turn, local, result)
+        except _Outdated:
+            return Attachment(ticket, is_outdated=True)
         except Exception as error:  # noqa: BLE001 - whatever a message provokes, its sender gets the error
             return Attachment(ticket, error=_error_of(error))
-        turn.records += records
-        turn.groups |= groups
+        turn.records += local.records
+        turn.groups |= local.groups
+        turn.metadata |= local.metadata
+        turn.frames |= local.frames
         return result
+
+    def _look_at_group(
+        self, name: str, message: AttachValues, made: Made, turn: _Turn, local: _Turn, result: Attachment
+    ) -> None:
+        """Check the values of one group, and note in `local` what is to be written."""
+        errors, column = message.errors.get(name, {}), message.column
+        values: dict[str, Value] = {
+            **message.values.get(name, {}),
+            **dict.fromkeys(errors),
+            **made.digests.get(name, {}),
+        }
+        op = self._recorder.state.by_id.get(name, 0)
+        group = turn.groups.get(op) or self._recorder.state.late.waiting.get(op)
+        if group is None:
+            self._compare(name, column, values, result)
+            return
+        metadata = self._metadata(op, turn)
+        given = _by_sample(metadata, column, group, values, result)
+        if not given:
+            return
+        digests = {row: value for row, value in given.items() if isinstance(value, bytes)}
+        location = ""
+        local.groups[op] = after = _with(group, column, given)
+        if digests:
+            frame = made.frames.get(name)
+            if frame is None or frame.base != self._location(op, turn):
+                raise _Outdated
+            local.frames[op], location = frame, frame.location
+            late = LateColumns(digests=after.digests(metadata.num_samples))
+            local.metadata[op] = msgspec.structs.replace(frame.metadata, late=late)
+        local.records.append(
+            AttachColumn(
+                group=op,
+                column=column,
+                values={row: v for row, v in given.items() if v is not None and not isinstance(v, bytes)},
+                errors={row: errors.get(metadata.ids[row], "")[:_MAX_WHY] for row, v in given.items() if v is None},
+                digests=digests,
+                location=location,
+            )
+        )
+
+    def _location(self, op: int, turn: _Turn) -> str:
+        return turn.frames[op].location if op in turn.frames else self._recorder.state.rows[op].location
 
     def _metadata(self, op: int, turn: _Turn) -> GroupMetadata:
         if op not in turn.metadata:
@@ -131,7 +212,7 @@ class LateDecisions:
             turn.metadata[op] = GroupMetadata.from_bytes(data)
         return turn.metadata[op]
 
-    def _compare(self, name: str, column: str, values: Mapping[str, float | None], result: Attachment) -> None:
+    def _compare(self, name: str, column: str, values: Mapping[str, Value], result: Attachment) -> None:
         """Compare values with those of a group that no longer waits. Raises if they differ."""
         found = self._recorder.log.states_of([name[: MAX_ID + 1]]).get(name)
         state = None if found is None else self._recorder.state.state_of(*found)[0]
@@ -163,13 +244,25 @@ class LateDecisions:
         if not turn.records:
             return
         numbered = list(enumerate(turn.records, start=recorder.state.op + 1))
-        with recorder.transaction():
-            for op, record in numbered:
-                recorder.log.add_record(op, record)
-            for op, verdict in turn.verdicts.items():  # dropped ones too, for runs that keep everything
-                kinds = tuple(sorted(verdict.metadata.kinds.items()))
-                recorder.log.set_metadata(op, verdict.metadata.to_bytes(), kinds)
-                recorder.log.add_summaries([(op, summary_of(verdict.metadata))])
+        before = {op: recorder.state.rows[op].location for op in turn.frames}
+        try:
+            with recorder.transaction():
+                for op, record in numbered:
+                    recorder.log.add_record(op, record)
+                self._write_frames(turn, before)
+                for op, verdict in turn.verdicts.items():  # dropped ones too, for runs that keep everything
+                    kinds = tuple(sorted(verdict.metadata.kinds.items()))
+                    recorder.log.set_metadata(op, verdict.metadata.to_bytes(), kinds)
+                    recorder.log.add_summaries([(op, summary_of(verdict.metadata))])
+        except BaseException:
+            # After a failed sync the switch may or may not be on disk, so both frames must stay. The new one is deleted
+            # with its segment, once that holds no accepted frame.
+            for op, frame in turn.frames.items():
+                recorder.state.freeing.keep(before[op])
+                recorder.segments.settle(frame.location, accepted=False)
+            raise
+        for frame in turn.frames.values():
+            recorder.segments.settle(frame.location, accepted=True)
         for op, verdict in turn.verdicts.items():
             counts["groups_admitted" if not verdict.reason else "groups_dropped_late"] += 1
             if not verdict.reason:
@@ -177,6 +270,21 @@ class LateDecisions:
                 recorder.state.bias.put(recorder.state.rows[op], verdict.metadata.rewards)
         for op, record in numbered:
             recorder.state.redo(op, record)
+
+    def _write_frames(self, turn: _Turn, before: Mapping[int, str]) -> None:
+        """Give groups their new frames, inside a transaction, and free the old ones."""
+        recorder = self._recorder
+        for op in turn.frames:
+            recorder.state.freeing.supersede(before[op])
+        for op, frame in turn.frames.items():
+            metadata, group = turn.metadata[op], recorder.state.late.waiting[op]
+            recorder.log.set_metadata(op, metadata.to_bytes(), tuple(sorted(metadata.kinds.items())))
+            if not any(isinstance(value, bytes) for given in group.given.values() for value in given.values()):
+                # It still has the frame that it was put with. A repeated put of that one must be recognised.
+                digest = recorder.log.digest_of(metadata.group)
+                assert digest is not None
+                recorder.log.add_discard(put_key(metadata.group, digest))
+            recorder.log.set_frame(op, frame.location, frame.digest)
 
     # -------------------------------------------------------------- deadlines
 
@@ -227,10 +335,11 @@ def _error_of(error: Exception) -> PenstockError:
     return error if isinstance(error, PenstockError) else InvalidInput(f"attach: {failure_text(error)}")
 
 
-def check_values(message: AttachValues) -> None:
+def check_values(message: AttachValues, settings: PlaneSettings) -> None:
     """Raise InvalidInput for values that no group can take."""
-    if message.column not in LATE_COLUMNS:
-        raise InvalidInput(f"attach {message.column!r:.60}: only {', '.join(LATE_COLUMNS)} may come after the put")
+    check_late(message.column, is_own=message.column in settings.packing.own)
+    if message.values and message.column not in LATE_COLUMNS:
+        raise InvalidInput(f"attach {message.column}: a number for each sample; send the values as a frame")
     if len(message.values) + len(message.errors) > MAX_SCORED:
         raise InvalidInput(f"attach {message.column}: more than {MAX_SCORED:,} groups; attach fewer at once")
     for name, values in message.values.items():
@@ -260,9 +369,9 @@ def _row_of(metadata: GroupMetadata, sample: str, column: str) -> int:
 
 
 def _by_sample(
-    metadata: GroupMetadata, column: str, group: WaitingGroup, values: Mapping[str, float | None], result: Attachment
+    metadata: GroupMetadata, column: str, group: WaitingGroup, values: Mapping[str, Value], result: Attachment
 ) -> Given:
-    """Return the new values by position, those of a rollout for all its branches. Counts what was known."""
+    """Return the new values by position, a number for all branches of its rollout. Counts what was known."""
     if column not in group.awaited.columns:
         wanted = ", ".join(group.awaited.columns)
         raise InvalidInput(f"attach {column}: group {metadata.group!r} waits for {wanted}; nothing was attached")
@@ -280,32 +389,55 @@ def _by_sample(
             result.new += row in found
             continue
         result.new += 1
-        found |= {k: value for k, at in enumerate(origins) if at == origins[row] and k not in known}
+        rows = [k for k, at in enumerate(origins) if at == origins[row]] if column in LATE_COLUMNS else [row]
+        found |= {k: value for k in rows if k not in known}
     return found
 
 
-def _had(metadata: GroupMetadata, column: str, row: int, value: float | None, group: str, sample: str) -> bool:
+def _had(metadata: GroupMetadata, column: str, row: int, value: Value, group: str, sample: str) -> bool:
     """Return whether a sample has this value, in its frame or attached. Raises Conflict if it has another."""
-    data = metadata.rewards if column == "rewards" else metadata.late.values.get(column, b"")
-    before: float | None = float(np.frombuffer(data, "<f4")[row]) if data else math.nan
-    if metadata.late.left_out and metadata.late.left_out[row] and before != before:
-        before = None
+    before = _stored(metadata, column, row)
     if before is not None and before != before:
         return False
-    _check_same(group, sample, column, before, None if value is None else float(np.float32(value)))
+    _check_same(
+        group, sample, column, before, value if value is None or isinstance(value, bytes) else float(np.float32(value))
+    )
     return True
 
 
-def _check_same(group: str, sample: str, column: str, before: float | None, value: float | None) -> None:
-    if before is None or value is None:
-        same = before is value
-    else:
+def _stored(metadata: GroupMetadata, column: str, row: int) -> Value:
+    """Return a sample's value, or the digest of its values; NaN = none. b"" if it was put with values."""
+    if column in LATE_COLUMNS:
+        data = metadata.rewards if column == "rewards" else metadata.late.values.get(column, b"")
+        value = float(np.frombuffer(data, "<f4")[row]) if data else math.nan
+        is_error = bool(metadata.late.left_out and metadata.late.left_out[row]) and value != value
+        return None if is_error else value
+    size = len(NO_DIGEST)
+    digest = metadata.late.digests.get(column, b"")[row * size : (row + 1) * size] or NO_DIGEST
+    if digest != NO_DIGEST:
+        return None if digest == ERROR_DIGEST else digest
+    table = np.frombuffer(metadata.has, np.bool_).reshape(metadata.num_samples, -1)
+    return b"" if column in metadata.columns and table[row, metadata.columns.index(column)] else math.nan
+
+
+def _check_same(group: str, sample: str, column: str, before: Value, value: Value) -> None:
+    if isinstance(before, float) and isinstance(value, float):
         same = before == value and math.copysign(1, before) == math.copysign(1, value)
+    else:
+        same = before == value
     if not same:
-        had, now = ("an error" if one is None else f"{one:g}" for one in (before, value))
         raise Conflict(
-            f"attach {column}: group {group!r} sample {sample!r:.80} has {had}, now {now}; a value is given once"
+            f"attach {column}: group {group!r} sample {sample!r:.80} has {_shown(before)}, now {_shown(value)}; a "
+            "value is given once"
         )
+
+
+def _shown(value: Value) -> str:
+    if value is None:
+        return "an error"
+    if isinstance(value, bytes):
+        return f"values of digest {value.hex()[:12]}" if value else "the values it was put with"
+    return f"{value:g}"
 
 
 def _with(group: WaitingGroup, column: str, given: Given) -> WaitingGroup:

@@ -82,6 +82,8 @@ class Leases:
         self.clock = LeaseClock()
         self.cancels: dict[str, Cancels] = {}
         """By kind."""
+        self.doubts: dict[str, Callable[[Lease], None]] = {}
+        """By kind: called with each lease that is returned because the work on it failed."""
         self._returned: list[Returned] = []
         self._records: list[tuple[Record, Callable[[PenstockError | None], None]]] = []
         self.last_words: Callable[[Sequence[Lease]], Sequence[GroupOutcome]] = lambda _lost: ()
@@ -136,6 +138,9 @@ class Leases:
             leases = tuple(number for number in dict.fromkeys(one.leases) if number in self._book.open)
             mine = tuple(number for number in leases if number not in gone)
             gone.update(mine)
+            for lease in [self._book.open[number] for number in mine] if one.reason else ():
+                if lease.kind in self.doubts:
+                    self.doubts[lease.kind](lease)
             if mine:
                 decided.append((ReturnLeases(leases=mine, reason=one.reason), one.answer))
             else:

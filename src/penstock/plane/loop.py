@@ -34,6 +34,7 @@ from penstock.plane.damage import Damage, Look, look_at_frame
 from penstock.plane.effect_runner import EffectRunner, admission_of, coordinator_of, decide, sign_of_life
 from penstock.plane.engine import Engine
 from penstock.plane.feedback import FeedbackReaders
+from penstock.plane.late_frames import LateFrames
 from penstock.plane.leases import Leases
 from penstock.plane.opening import storage_of
 from penstock.plane.peers import may_write, poller_of, writer_of
@@ -151,13 +152,13 @@ class PlaneLoop:
         self._effects = EffectRunner(
             self.engine, self.coordinator, self._pipeline, self.run_logger, self._send, self.damage
         )
-        self._begin_services()
+        self._begin_services(look)
         self._retry_at = self._look_at = 0.0
         self._now = self._started = time.monotonic()
         self.failure: BaseException | None = None
         """The exception that ended the loop, if one did."""
 
-    def _begin_services(self) -> None:
+    def _begin_services(self, look: Look) -> None:
         """Begin what answers workers beside puts: leases on prompts and columns, events, signed URLs."""
         self.leases = Leases(self.engine.recorder)
         self.tasks = TaskService(
@@ -169,7 +170,8 @@ class PlaneLoop:
         )
         self._readers = FeedbackReaders(self.engine)
         self._signing = UrlSigning(self.engine, self._workers, self.admission, self._effects.do)
-        self._columns = ColumnLeases(self.engine, self.leases, self._workers, self.admission, self._effects.do)
+        self._columns = ColumnLeases(self.engine, self.leases, self._workers, self.admission, self._effects.do, look)
+        self._late_frames = LateFrames(self.engine, self._workers, self._columns.doubt)
 
     @property
     def urls(self) -> list[str]:
@@ -363,7 +365,10 @@ class PlaneLoop:
             if isinstance(effect, Offer):
                 self._offer(effect)
             elif isinstance(effect, Decide) and isinstance(effect.message, AttachValues):
-                self.engine.late.offer(effect.ticket, effect.message)
+                if effect.message.groups or effect.message.stored:
+                    self._late_frames.offer(effect.ticket, effect.message, effect.frames, writer_of(effect.ticket[0]))
+                else:
+                    self.engine.late.offer(effect.ticket, effect.message)
             elif isinstance(effect, Decide):
                 self._effects.do(self._decide(effect))
             elif isinstance(effect, SignFor):
@@ -381,6 +386,8 @@ class PlaneLoop:
     def _attach(self, now: float) -> None:
         """Attach the late values of this turn, and settle groups that have waited too long."""
         for one in self.engine.late.flush():
+            if not self._late_frames.settled(one):
+                continue
             assert isinstance(one.ticket, tuple)  # as made by admission
             self._effects.do(self.admission.attached(one.ticket, one.error, one.new, one.known, one.late))
         with suppress(DiskFull):  # the next turn tries again
@@ -447,9 +454,9 @@ class PlaneLoop:
 
     def _is_kept(self, ticket: object, group: str, digest: bytes) -> bool | None:
         """Return whether a group is accepted, or None if it is still being checked and its put will be answered."""
-        if self.engine.acceptance.follow(ticket, group, digest):
+        if self._late_frames.is_at_work(ticket) or self.engine.acceptance.follow(ticket, group, digest):
             return None
-        return self._log.digest_of(group) == digest
+        return self.engine.acceptance.digest_of(group, digest) == digest
 
     def _check_owner(self, outcomes: list[Outcome], now: float) -> None:
         """End a plane that another one has taken over, even if no message makes it write."""

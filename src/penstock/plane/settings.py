@@ -16,7 +16,7 @@ from msgspec import Meta
 from penstock.arrays import run_name_problem, table_with
 from penstock.config import Given, build, check, unknown
 from penstock.errors import ConfigError
-from penstock.frames import LATE_COLUMNS
+from penstock.frames import LATE_COLUMNS, LATE_IN_FRAME, is_late
 from penstock.log import check_address
 from penstock.packing import Packing
 from penstock.protocol import MAX_HEADER, MAX_NAME, Timeouts
@@ -137,7 +137,7 @@ class PlaneSettings:
         Meta(
             description="columns that every trained sample must have, such as logprobs or rewards, whatever its mode; "
             "a put without one is rejected, or waits for it if `needs_deadline_s` is given and the column may be "
-            f"attached later: {', '.join(LATE_COLUMNS)}"
+            f"attached later: {', '.join((*LATE_COLUMNS, *LATE_IN_FRAME))}, or one of your own"
         ),
     ] = ()
     needs_deadline_s: Annotated[
@@ -323,7 +323,7 @@ class PlaneSettings:
         if self.needs_deadline_s is not None and not self.late_columns:
             raise ConfigError(
                 f"needs_deadline_s: {self.needs_deadline_s:g} with needs {self.needs!r}; name a column that may be "
-                f"attached later ({', '.join(LATE_COLUMNS)}), or leave it out"
+                f"attached later ({', '.join((*LATE_COLUMNS, *LATE_IN_FRAME))}, or one of your own), or leave it out"
             )
         object.__setattr__(self, "replay", _with_window(self.replay, self.target))
         if self.target.groups is not None and self.target.groups > self.replay.capacity:
@@ -335,7 +335,9 @@ class PlaneSettings:
     @property
     def late_columns(self) -> tuple[str, ...]:
         """The columns that a group may wait for."""
-        return () if self.needs_deadline_s is None else tuple(name for name in self.needs if name in LATE_COLUMNS)
+        if self.needs_deadline_s is None:
+            return ()
+        return tuple(name for name in self.needs if is_late(name, self.packing.own))
 
     @property
     def env_unit(self) -> Unit | None:

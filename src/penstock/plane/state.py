@@ -208,6 +208,12 @@ class PlaneState:
         self.tenant_tables.table(row.run).unexpect(self.dispatch_of(row))
         return self.late.remove(row)
 
+    def _move_frame(self, op: int, location: str) -> None:
+        """Give a group another frame. After a restart, the log's row has the last one already, or none: it was freed.
+        The room that the group takes stays that of its put, because an attach does not wait for room."""
+        if self.rows[op].location:
+            self.rows[op] = replace(self.rows[op], location=location)
+
     def _admit(self, record: AdmitGroup) -> None:
         """Let a group into its table that has its columns, or drop it."""
         if record.reason:
@@ -325,6 +331,8 @@ class PlaneState:
             self._lose(record.groups)
         elif isinstance(record, (AwaitColumns, AttachColumn)):
             self.late.follow(record)
+            if isinstance(record, AttachColumn) and record.location:
+                self._move_frame(record.group, record.location)
         elif isinstance(record, AdmitGroup):
             self._admit(record)
         elif isinstance(record, (HandOut, ReturnLeases, OpenList)):

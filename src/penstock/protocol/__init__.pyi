@@ -37,6 +37,7 @@ from penstock.protocol.lease_messages import OfferPrompts as OfferPrompts
 from penstock.protocol.lease_messages import PromptsOffered as PromptsOffered
 from penstock.protocol.lease_messages import Renew as Renew
 from penstock.protocol.lease_messages import Renewed as Renewed
+from penstock.protocol.lease_messages import StoredFrame as StoredFrame
 from penstock.protocol.lease_messages import TasksLeased as TasksLeased
 from penstock.protocol.lease_messages import ValuesAttached as ValuesAttached
 from penstock.protocol.message_header import MAX_HEADER as MAX_HEADER

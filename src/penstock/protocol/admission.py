@@ -51,6 +51,7 @@ from penstock.protocol.messages import (
 )
 from penstock.protocol.rooms import Rooms, Space, Ticket
 
+_NO_WRITER = "metadata without a frame needs a writer key (`penstock keys --writer`); send the frame itself"
 _REMEMBERED = 4096
 """Answers to decisions that are kept for repeated questions."""
 
@@ -72,6 +73,7 @@ class Decide:
 
     ticket: Ticket
     message: Discard | SettleGroup | SetWeight | OpenSegment | AttachValues
+    frames: Frames = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,8 @@ class Admission:
                 groups, size = self.rooms.credit(self._tables)
                 pulse = msgspec.structs.replace(self._pulse(), credit_groups=groups, credit_bytes=size)
                 return [Send(peer, pulse)]
+            if (known := self._decided.get((peer, message.ticket))) is not None:
+                return [Send(peer, known)]
             # The traced group may have arrived in this very turn and not be written yet: answer when it is.
             self._traces.append((peer, message))
             return []
@@ -202,10 +206,12 @@ class Admission:
             return []
         if isinstance(message, SignUrls):
             return [self._on_sign(peer, message)]
+        if isinstance(message, AttachValues) and message.stored and not self._may_write(peer):
+            return [self.answer((peer, message.ticket), InvalidInput(f"attach {message.column[:80]!r}: {_NO_WRITER}"))]
         known = self._decided.get((peer, message.ticket))
         if known is not None:  # our answer was slow or lost; deciding again would count the samples twice
             return [Send(peer, known)]
-        return [Decide((peer, message.ticket), message)]
+        return [Decide((peer, message.ticket), message, frames)]
 
     def _on_ask(self, peer: Peer, message: AskRoom) -> list[Effect]:
         ticket = (peer, message.ticket)
@@ -226,7 +232,7 @@ class Admission:
         if len(frames) != (0 if message.location else 1):
             reason = f"{len(frames)} frames; send one frame, or none if it is in storage"
         elif message.location and not self._may_write(peer):
-            reason = "metadata without a frame needs a writer key (`penstock keys --writer`); send the frame itself"
+            reason = _NO_WRITER
         if reason:
             self.rooms.close(ticket)
             reason = f"group {message.group[:MAX_NAME]!r}: {reason}"

@@ -147,6 +147,20 @@ class TasksLeased(Message, frozen=True, tag="tasks-leased"):
 # ------------------------------------------------------------------ late columns
 
 
+class StoredFrame(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A frame with late columns that a worker wrote to storage, to take the place of another one."""
+
+    group: str
+    base: str
+    """Location of the frame that it was made from."""
+    location: str
+    metadata: bytes
+    digest: bytes
+    """xxh3-128 of the frame."""
+    values: dict[str, bytes]
+    """Sample -> digest of the values that it got."""
+
+
 class AttachValues(Message, frozen=True, tag="attach-values"):
     """Gives samples of accepted groups the values of a column that they lacked when they were put."""
 
@@ -156,6 +170,12 @@ class AttachValues(Message, frozen=True, tag="attach-values"):
     """Group -> sample -> value; at most `MAX_SCORED` groups."""
     errors: dict[str, dict[str, str]] = msgspec.field(default_factory=dict)
     """Group -> sample that could not be scored -> why."""
+    groups: tuple[str, ...] = ()
+    """Of a column with values per token: the groups whose values the payload has, at most `MAX_SCORED`."""
+    digest: bytes = b""
+    """xxh3-128 of the payload."""
+    stored: tuple[StoredFrame, ...] = ()
+    """Instead of a payload: the frames that have the values, if the worker wrote them itself."""
 
 
 class ValuesAttached(Message, frozen=True, tag="values-attached"):

@@ -40,6 +40,7 @@ import msgspec
 
 from penstock.errors import Fenced, PeerError, PenstockError, PlaneLost
 from penstock.protocol.lease_messages import (
+    AttachValues,
     ColumnsLeased,
     Feedback,
     PromptsOffered,
@@ -57,6 +58,7 @@ from penstock.protocol.messages import (
     Attached,
     Buffer,
     Foreign,
+    Frames,
     FromClient,
     FromPlane,
     GiveUp,
@@ -187,10 +189,13 @@ class _Put(Pending):
             return [Out(self.ask_room())] if not self.is_on_credit else []
         if put.location:
             return [Out(put)]
-        # Two copies: one behind the group on the payload connection, answered when the group has arrived, and one on
-        # the small connection, answered at once by a pulse, so that a slow transfer does not look like a dead plane.
-        trace = Trace(ticket=put.ticket, group=put.group, digest=put.digest)
-        return [Out(trace, BEHIND), Out(trace)]
+        return _traced(Trace(ticket=put.ticket, group=put.group, digest=put.digest))
+
+
+def _traced(trace: Trace) -> list[Event]:
+    """Ask after a payload twice: behind it on the payload connection, answered when it has arrived, and on the small
+    connection, answered at once by a pulse, so that a slow transfer does not look like a dead plane."""
+    return [Out(trace, BEHIND), Out(trace)]
 
 
 def _is_written_on_credit(question: Pending) -> bool:
@@ -234,11 +239,12 @@ class ProducerSession:
 
     # -------------------------------------------------------------- questions
 
-    def ask(self, make: Callable[[int], FromClient], now: float) -> tuple[int, list[Event]]:
-        """Send a small request. Returns the ticket that the answer will carry."""
+    def ask(self, make: Callable[[int], FromClient], now: float, frames: Frames = ()) -> tuple[int, list[Event]]:
+        """Send a request, with its payload if it has one. Returns the ticket that the answer will carry."""
         ticket = self._next_ticket(now)
-        question = self._open[ticket] = Pending(make(ticket), now, self.timeouts.resend_s)
-        return ticket, self._begin([question], now)
+        question = self._open[ticket] = Pending(make(ticket), now, self.timeouts.resend_s, frames)
+        too_large = self._too_large(question)
+        return ticket, self._begin([question], now) if too_large is None else [too_large]
 
     def put(self, puts: Sequence[PutRequest], now: float) -> tuple[list[int], list[Event]]:
         """Put groups, in order. Returns their tickets. Each is answered by itself."""
@@ -292,15 +298,19 @@ class ProducerSession:
         """Return the rejection of a frame that is too large to send, or None. If it were sent, the plane would cut the
         connection, and again at every retry."""
         size = sum(len(frame) for frame in question.frames)
-        if not isinstance(question, _Put) or not 0 < self._max_frame < size:
+        message = question.message
+        if not 0 < self._max_frame < size or not isinstance(message, Put | AttachValues):
             return None
-        put = question.put
-        self._close(put.ticket)
+        what, fewer = "values to attach", "attach those of fewer samples at once"
+        if isinstance(message, Put):
+            what, fewer = f"group {message.group!r}", "put smaller groups"
+        ticket = message.ticket
+        self._close(ticket)
         reason = (
-            f"group {put.group!r}: {size:,} bytes; {self.where} takes at most {self._max_frame:,} (limited by "
-            "max_held_bytes and max_group_bytes); put smaller groups"
+            f"{what}: {size:,} bytes; {self.where} takes at most {self._max_frame:,} (limited by max_held_bytes and "
+            f"max_group_bytes); {fewer}"
         )
-        return Answered(put.ticket, Rejected(ticket=put.ticket, kind="InvalidInput", reason=reason))
+        return Answered(ticket, Rejected(ticket=ticket, kind="InvalidInput", reason=reason))
 
     def stop_waiting(self, ticket: int) -> tuple[Rejected | None, list[Event]]:
         """Take back a group that waits for room. Returns why it waits.
@@ -459,7 +469,9 @@ class ProducerSession:
 
     def _send_again(self, ticket: int, now: float) -> list[Event]:
         question = self._open.get(ticket)
-        if not isinstance(question, _Put) or question.refused is not None:
+        if question is None or not (question.frames or isinstance(question, _Put)):
+            return []
+        if isinstance(question, _Put) and question.refused is not None:
             return []
         question.restart(now, self.timeouts.resend_s)
         return self._send_or_write(question)
@@ -492,7 +504,10 @@ class ProducerSession:
             question.asked(now, least_s)
             return question.reminders()
         question.asked(now, self.timeouts.heartbeat_s)
-        return [Out(question.message, question.frames)]
+        if isinstance(question.message, AttachValues) and question.frames:
+            # The values may be in transit for long: ask after them, as for a group.
+            return _traced(Trace(ticket=question.message.ticket, group="", digest=b""))
+        return [Out(question.message)]
 
     def _end(self, error: PenstockError) -> list[Event]:
         """Fail all open requests. The next request starts over."""

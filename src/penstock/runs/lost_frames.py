@@ -163,7 +163,7 @@ def metadata_of_frame(frame: bytes) -> GroupMetadata:
     group = next(iter(read_head(frame, limits=LIMITS).text["group"]), "")
     if len(group) > MAX_ID:
         raise InvalidInput(f"group id of {len(group)} characters; a plane takes 1 to {MAX_ID}")
-    return check_group(frame, group=group, seq_len=UNCUT, limits=LIMITS)
+    return check_group(frame, group=group, seq_len=UNCUT, limits=LIMITS, is_partial=True)
 
 
 def frames_of(part: Part, lost: Sequence[LostFrame]) -> Iterator[tuple[LostFrame, bytes]]:

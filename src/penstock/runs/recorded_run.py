@@ -7,18 +7,19 @@ frame that was freed in between raises `Gone`, which is a normal answer for a ru
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
 
+from penstock.arrays import ALL_OR_NONE, TOPK, Sample, Samples
 from penstock.errors import CorruptFile
 from penstock.frames import NO_LATE, GroupMetadata, attach_late, decode, encode
 from penstock.log import AwaitColumns, Awaited, GroupRow, LogReader, read_record, reading
 from penstock.plane import SETTINGS, read_manifest
 from penstock.runs.read_log import reading_run, storage_of_run
-from penstock.storage import Gone, KeptStorage
+from penstock.storage import Gone, KeptStorage, parse_location
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +94,14 @@ class RecordedRun:
     @property
     def num_bytes(self) -> int:
         """Bytes of all frames that are kept."""
-        return sum(entry.size for entry in self.groups.values() if self.has_frame(entry.op))
+        return sum(parse_location(one.location).size for one in self.groups.values() if self.has_frame(one.op))
 
     def frame(self, op: int) -> bytes:
         """Read a group's frame. Raises Gone if it was freed meanwhile, CorruptFile if its bytes have changed."""
         entry = self.groups[op]
         try:
             frame = bytes(self.storage.read(entry.location)[0])
-            if len(frame) == entry.size and xxhash.xxh3_128_digest(frame) == entry.digest:
+            if xxhash.xxh3_128_digest(frame) == entry.digest:
                 return frame
             problem = (
                 f"{self.storage.url}: the frame of group {entry.id!r} at {entry.location} is not as it was written"
@@ -126,7 +127,8 @@ class RecordedRun:
         out = late.left_out or bytes(len(samples))
         if all(out):
             raise Gone(f"group {self.groups[op].id!r}: dropped when its late values came; no sample of it was trained")
-        return bytes(encode(samples.take([i for i in range(len(samples)) if not out[i]])))
+        kept = samples.take([i for i in range(len(samples)) if not out[i]])
+        return bytes(encode(_without_partial(kept, late.digests)))
 
     def awaited(self) -> dict[str, Awaited]:
         """Return what groups waited for when they were put, by id."""
@@ -155,3 +157,10 @@ class RecordedRun:
                 continue
             read += 1
         return read
+
+
+def _without_partial(samples: Samples, late: Iterable[str]) -> Sequence[Sample]:
+    """Return the samples of a group without late columns that only some of them have yet: a put needs all or none."""
+    partial = [name for name in late if name in ALL_OR_NONE and not samples[name].lengths.all()]
+    gone = {name: None for column in partial for name in (TOPK if column in TOPK else (column,))}
+    return [sample.replace(**gone) for sample in samples] if gone else samples

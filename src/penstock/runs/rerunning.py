@@ -180,11 +180,14 @@ class _Life:
         acceptance = self.engine.acceptance
         digest = xxhash.xxh3_128_digest(frame)
         group = Incoming(id=entry.id, digest=digest, size=len(frame), tickets=[None], frame=frame)
-        if entry.id in self._awaited:
-            group.advantage, group.filters = self._awaited[entry.id].advantage, self._awaited[entry.id].filters
+        awaited = self._awaited.get(entry.id)
+        if awaited is not None:
+            group.advantage, group.filters = awaited.advantage, awaited.filters
+            group.is_partial = True  # columns that it waited for may be in its frame by now
         outcomes = [acceptance.offer(group, entry.run)]
         if outcomes[0] is True:
             self._intake.take([group])
+            group.awaited = awaited
             if group.error is not None:
                 self._refused(entry, group.error)
             elif group.is_dropped:
@@ -228,7 +231,8 @@ class _Life:
         if isinstance(record, AdmitGroup) and was not in self._without:
             engine.late.settle([op], overdue=record.overdue)
         else:
-            engine.recorder.decide(msgspec.structs.replace(record, group=op))
+            changes = {"location": ""} if isinstance(record, AttachColumn) else {}  # the frame has the values already
+            engine.recorder.decide(msgspec.structs.replace(record, group=op, **changes))
 
     def _of_today(self, record: Record) -> Record:
         """Return the same decision with the ops that its groups have here."""

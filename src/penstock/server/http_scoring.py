@@ -6,7 +6,7 @@ go to another judge. Attaching needs no lease, so a slow judge loses nothing but
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -47,11 +47,18 @@ class Leased(msgspec.Struct, kw_only=True):
     leases: Annotated[dict[str, int], Meta(description="the lease of each group, to renew or return it")]
 
 
+LateNumbers: TypeAlias = float | list[Any] | dict[str, list[Any]]
+"""A number, a list with one entry per token, or such lists by column where columns go together."""
+
+
 class AskedAttach(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Values of a column, by group and sample."""
 
     column: str
-    values: dict[str, dict[str, float]] = {}
+    values: Annotated[
+        dict[str, dict[str, LateNumbers]],
+        Meta(description="a number per sample, or of a column with values per token a list with one entry per token"),
+    ] = {}
     errors: Annotated[dict[str, dict[str, str]], Meta(description="samples that could not be scored, and why")] = {}
 
 

@@ -1,0 +1,200 @@
+"""Groups whose frames get late columns: deadlines, errors, restarts, damage, copies, checks, recovery, reruns."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import penstock as ps
+from penstock.client import feed
+from penstock.errors import InvalidInput
+from penstock.log import reading
+from penstock.runs import RecordedRun, RunCopy, check, rerun, stored_samples
+from penstock.storage import FolderStorage, parse_location
+from tests.runs.test_recover import recover
+from tests.support.groups import named_group
+from tests.support.late_groups import nothing_to_delete, taken
+from tests.support.pace import eventually
+from tests.support.planes import OpenPlane
+
+TEACHER = "teacher_logprobs"
+ONE: dict[str, Any] = {"ranks": 1, "groups_per_step": 1, "needs": (TEACHER,), "needs_deadline_s": 600.0}
+VALUES = np.linspace(-0.1, -1, 6, dtype=np.float32)
+
+
+def put(plane: ps.Plane, *names: str, samples: int = 3) -> None:
+    for name in names:
+        plane.put([sample.replace(mode="opd") for sample in named_group(name, samples=samples)])
+
+
+def values(name: str, *rows: int) -> dict[str, dict[str, Any]]:
+    return {name: {f"{name}/{i}": VALUES - i for i in rows}}
+
+
+def trained(plane: ps.Plane) -> tuple[tuple[str, ...], list[float]]:
+    """Train a step. Returns its samples and their teacher's log-probabilities."""
+    (found,), _ = taken(plane)
+    return found["ids"], found.get(TEACHER, [])
+
+
+# ------------------------------------------------------------------ what is missing
+
+
+@pytest.mark.parametrize("on_missing", ["drop", "train"])
+def test_what_misses_the_deadline_is_dropped_or_trained_without(open_plane: OpenPlane, on_missing: str) -> None:
+    plane = open_plane(**{**ONE, "needs_deadline_s": 1.0}, on_missing=on_missing)
+    put(plane, "none", "some")
+    plane.put(named_group("rl"))
+    plane.attach(TEACHER, values("some", 0, 2))
+    eventually(lambda: plane.ledger.waiting == 0)
+    if on_missing == "drop":
+        assert dict(plane.ledger.dropped) == {"columns missing": 8}
+    else:
+        # Samples of mode opd are not trained without their teacher: zeros would be wrong with no sign of it.
+        ids, column = trained(plane)
+        assert (ids, column[:12]) == (("some/0", "some/2"), np.concatenate([VALUES, VALUES - 2]).tolist())
+        assert trained(plane) == (("rl/0", "rl/1"), [])
+        assert dict(plane.ledger.dropped) == {"columns missing": 3}
+        assert dict(plane.ledger.discarded) == {"columns missing": 1}
+    assert plane.attach(TEACHER, values("some", 1)) == (0, 0, 1)
+    counts = plane.status()["counts"]
+    assert (counts["groups_overdue"], counts["values_late"]) == (3, 1)
+
+
+def test_samples_that_could_not_be_scored_are_left_out(open_plane: OpenPlane) -> None:
+    plane = open_plane(**ONE)
+    put(plane, "g", "h")
+    assert plane.attach(TEACHER, values("g", 0, 1), errors={"g": {"g/2": "too long for the teacher"}}) == (3, 0, 0)
+    assert plane.attach(TEACHER, {}, errors={"h": dict.fromkeys(["h/0", "h/1", "h/2"], "no")}) == (3, 0, 0)
+    assert trained(plane)[0] == ("g/0", "g/1")
+    assert dict(plane.ledger.dropped) == {"scored as error": 3}
+    assert dict(plane.ledger.discarded) == {"scored as error": 1}
+
+
+def test_a_group_put_with_the_column_does_not_wait_and_keeps_it(open_plane: OpenPlane) -> None:
+    plane = open_plane(**ONE)
+    plane.put([sample.replace(**{TEACHER: VALUES}) for sample in named_group("g")])
+    assert plane.ledger.held == 2
+    with pytest.raises(ps.errors.Conflict, match="sample 'g/0' has the values it was put with"):
+        plane.attach(TEACHER, values("g", 0))
+
+
+def test_a_column_that_the_group_does_not_wait_for_is_rejected(open_plane: OpenPlane) -> None:
+    plane = open_plane(**ONE)
+    put(plane, "g")
+    with pytest.raises(InvalidInput, match="attach ce_weights: group 'g' waits for teacher_logprobs"):
+        plane.attach("ce_weights", values("g", 0))
+    assert plane.ledger.waiting == 3
+
+
+# ------------------------------------------------------------------ restarts and readers
+
+
+@pytest.mark.parametrize("snapshot_every", [1, 1000])
+def test_a_restarted_plane_continues_with_what_was_attached(
+    tmp_path: Path, open_plane: OpenPlane, snapshot_every: int
+) -> None:
+    settings = {**ONE, "snapshot_every": snapshot_every}
+    plane = open_plane(tmp_path, **settings)
+    put(plane, "a", "b")
+    plane.attach(TEACHER, values("a", 0))
+    plane.attach(TEACHER, values("b", 0, 1, 2))
+    plane.close()
+    plane = open_plane(tmp_path, **settings)
+    assert (plane.ledger.waiting, plane.ledger.held) == (3, 3)
+    (lease,) = plane.lacking(TEACHER, timeout=0)
+    assert [sample.id for sample in lease.samples] == ["a/1", "a/2"]
+    assert plane.attach(TEACHER, values("a", 0, 1, 2)) == (2, 1, 0)
+    assert trained(plane)[0] == ("b/0", "b/1", "b/2")
+    assert trained(plane) == (("a/0", "a/1", "a/2"), [*VALUES, *(VALUES - 1), *(VALUES - 2)])
+    plane.close()
+    assert open_plane(tmp_path, **settings).attach(TEACHER, values("a", 0)) in [(0, 1, 0), (0, 0, 1)]
+
+
+def test_copies_checks_reruns_and_readers_know_the_new_frames(tmp_path: Path, open_plane: OpenPlane) -> None:
+    run = tmp_path / "run"
+    plane = open_plane(run, retain="all", **ONE)
+    put(plane, "a", "b", "c")
+    plane.attach(TEACHER, values("b", 0, 1, 2))
+    plane.attach(TEACHER, values("a", 0, 1), errors={"a": {"a/2": "timed out"}})
+    plane.attach(TEACHER, values("c", 1))
+    steps = [taken(plane)[1].digest for _ in range(2)]
+    plane.close()
+    report = check(run)
+    assert (report.frames, report.damaged, report.missing, report.broken, report.lost) == (3, [], [], [], 0)
+    with RunCopy(run, tmp_path / "copy") as copy:
+        copied = copy.round()
+    assert (copied.groups, copied.damaged) == (3, {})
+    for folder in (run, tmp_path / "copy"):
+        recorded = RecordedRun.open(folder)
+        assert [recorded.steps[number].digests[0] for number in (1, 2)] == steps
+        found = rerun(recorded, tmp_path / f"again {folder.name}")
+        assert (found.same, found.steps, found.skipped) == (True, 2, 0), found.sentence
+    (row,) = [row for row in recorded.groups.values() if row.id == "b"]
+    assert stored_samples(run, row.id, row.location)[1][TEACHER].tolist() == (VALUES - 1).tolist()
+    other = open_plane(tmp_path / "other", **ONE)
+    assert feed(recorded, other, speed=None).groups == 3
+    assert (other.ledger.held, other.ledger.waiting) == (5, 3)
+
+
+def test_a_lost_log_is_recovered_with_the_columns(tmp_path: Path, open_plane: OpenPlane) -> None:
+    plane = open_plane(tmp_path, **ONE)
+    for name in "ab":
+        plane.put(named_group(name, samples=3))
+    plane.attach(TEACHER, values("a", 0, 1, 2))
+    eventually(lambda: nothing_to_delete(plane))
+    plane.close()
+    (tmp_path / "log.sqlite").unlink()
+    recover(tmp_path)
+    assert check(tmp_path).broken == []
+    plane = open_plane(tmp_path, **{**ONE, "needs": (), "needs_deadline_s": None})
+    found = dict(trained(plane) for _ in range(2))
+    assert found["a/0", "a/1", "a/2"] == [*VALUES, *(VALUES - 1), *(VALUES - 2)]
+    assert found["b/0", "b/1", "b/2"] == []
+
+
+# ------------------------------------------------------------------ damage
+
+
+def damage(folder: Path, group: str, at: int) -> None:
+    """Overwrite bytes of a group's frame: of its front, or of a column."""
+    with reading(folder) as log:
+        place = parse_location(log.location_of(group))
+    with FolderStorage(folder / "storage", create=False).path(place.segment).open("r+b") as file:
+        file.seek(place.offset + at if at >= 0 else place.end + at)
+        file.write(b"\xff" * 8)
+
+
+@pytest.mark.parametrize(("at", "direct"), [(-8, True), (-8, False), (0, False)])
+def test_a_damaged_group_that_waits_is_dropped_as_lost_and_the_others_are_leased(
+    tmp_path: Path, open_plane: OpenPlane, caplog: pytest.LogCaptureFixture, at: int, direct: bool
+) -> None:
+    plane = open_plane(tmp_path, direct=direct, **ONE)
+    put(plane, "good", "bad")
+    damage(tmp_path, "bad", at)
+    seen: Counter[str] = Counter()
+    with caplog.at_level(logging.ERROR, "penstock"):
+        for lease in plane.lacking(TEACHER, groups=2, timeout=10):
+            seen.update(list(lease.groups))
+            lease.attach({sample.id: VALUES for sample in lease.samples})
+            if plane.ledger.waiting == 0:
+                break
+    eventually(lambda: plane.ledger.waiting == 0)
+    assert seen == {"good": 1}
+    assert dict(plane.ledger.dropped) == {"lost": 3}
+    assert plane.status()["counts"]["groups_lost"] == 1
+
+
+def test_an_attach_to_a_damaged_group_attaches_nothing(tmp_path: Path, open_plane: OpenPlane) -> None:
+    plane = open_plane(tmp_path, **ONE)
+    put(plane, "bad")
+    damage(tmp_path, "bad", -8)
+    with pytest.raises(ps.errors.CorruptFrame, match="group 'bad'"):
+        plane.attach(TEACHER, values("bad", 0, 1, 2))
+    eventually(lambda: plane.ledger.waiting == 0)
+    assert dict(plane.ledger.dropped) == {"lost": 3}
