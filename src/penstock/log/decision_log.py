@@ -52,8 +52,8 @@ class Log(LogReader):
     """The volume that the log shares with frames."""
     while_waiting: Callable[[], None] = staticmethod(lambda: None)
     """Called a few times a second while a database does not answer. Must not use the log."""
-    on_commit: Callable[[float, str], None] = staticmethod(lambda _seconds, _doing: None)
-    """Called after each commit with its duration and what it did."""
+    on_commit: Callable[[float, Callable[[], str]], None] = staticmethod(lambda _seconds, _doing: None)
+    """Called after each commit with its duration and a function that says what it did."""
 
     @abstractmethod
     def transaction(self) -> AbstractContextManager[None]:
