@@ -157,13 +157,15 @@ class FolderStorage:
     # -------------------------------------------------------------- deleting
 
     def delete(self, names: Iterable[str]) -> None:
+        frames = []
         for name in names:
             if is_segment_name(name):
                 with suppress(FileNotFoundError), _typed(self.folder):
                     self.path(name).unlink(missing_ok=True)
             else:
-                at = parse_location(name)
-                _punch(self.path(at.segment), at)
+                frames.append(parse_location(name))
+        for at in _side_by_side(frames):
+            _punch(self.path(at.segment), at)
 
     def segments(self) -> dict[str, int]:
         found = {}
@@ -323,6 +325,21 @@ def _write(file: int, pieces: Pieces) -> int:
             while len(left):
                 left = left[os.write(file, left) :]
     return sum(map(len, views))
+
+
+def _side_by_side(frames: Iterable[Location]) -> Iterator[Location]:
+    """Join frames that follow one another in their segment: one call frees the groups of a step, and with them the
+    pages that two small frames share."""
+    found: Location | None = None
+    for at in sorted(frames, key=lambda at: (at.segment, at.offset)):
+        if found is not None and (found.segment, found.end) == (at.segment, at.offset):
+            found = Location(at.segment, found.offset, found.size + at.size)
+            continue
+        if found is not None:
+            yield found
+        found = at
+    if found is not None:
+        yield found
 
 
 def _punch(path: Path, at: Location) -> None:
