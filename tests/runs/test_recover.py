@@ -207,8 +207,8 @@ def test_a_log_with_a_damaged_page_is_recovered(seed: int, tmp_path: Path) -> No
     folder, rng = tmp_path / "run", random.Random(seed)
     run_with(folder, *"abcdefgh")
     data = bytearray((folder / "log.sqlite").read_bytes())
-    page = rng.randrange(len(data) // 16384) * 16384
-    data[page : page + 16384] = rng.randbytes(16384)
+    page = rng.randrange(len(data) // 4096) * 4096
+    data[page : page + 4096] = rng.randbytes(4096)
     (folder / "log.sqlite").write_bytes(data)
     recover(folder)
     assert sorted(trained_of(folder)) == list("abcdefgh")
@@ -226,8 +226,8 @@ def test_what_can_be_read_of_a_damaged_log_counts(tmp_path: Path, capsys: pytest
         (page,) = log.execute("SELECT rootpage FROM sqlite_master WHERE name = 'facts'").fetchone()
     log.close()
     with (folder / "log.sqlite").open("r+b") as file:
-        file.seek((page - 1) * 16384)
-        file.write(os.urandom(16384))
+        file.seek((page - 1) * 4096)
+        file.write(os.urandom(4096))
     assert main(["storage", "check", str(folder)]) == 1
     recover(folder)
     assert "3 groups are left out: according to the damaged log" in capsys.readouterr().out

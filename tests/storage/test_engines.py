@@ -149,6 +149,17 @@ def test_the_space_of_a_deleted_frame_is_free_before_its_segment_is(tmp_path: Pa
     assert bytes(storage.read(small_at)[0]) == stored_frame("b")
 
 
+def test_frames_smaller_than_a_page_are_freed_with_their_neighbours(tmp_path: Path) -> None:
+    storage = FolderStorage(tmp_path / "frames")
+    segment = storage.create("0123456789abcdef")
+    locations = segment.append([[bytes([i]) * 1000] for i in range(64)])
+    segment.close()
+    before = storage.segments()[segment.name]
+    storage.delete(locations[1:31] + locations[:1] + locations[32:])
+    assert storage.segments()[segment.name] <= before // 4
+    assert storage.read(locations[31]) == [bytes([31]) * 1000]
+
+
 def test_a_long_list_of_pieces_is_written_whole(tmp_path: Path) -> None:
     storage, pieces = FolderStorage(tmp_path), [bytes([i % 251]) * (i % 5) for i in range(3000)]
     frames: list[Pieces] = [pieces, [b"end"]]

@@ -41,7 +41,7 @@ _REACH = 80
 _LINE = re.compile(r"(\d+) +(\w+)\(")
 CUTS = 3
 """Pages at which each copy is cut."""
-_PAGE = 16384 + 24
+_PAGE = 4096 + 24
 """Of a write-ahead log, behind its 32 bytes."""
 
 

@@ -35,6 +35,7 @@ class ClientLoop:
     ) -> None:
         self._transport, self._on_message, self._on_tick, self._on_end = transport, on_message, on_tick, on_end
         self._tick_s, self._pid = tick_s, os.getpid()
+        self._tick_at = 0.0
         self._outbox: deque[tuple[bytes, Frames]] = deque()
         self._stopping = False
         self._closing, self._closed = threading.Lock(), False
@@ -103,11 +104,13 @@ class ClientLoop:
             header, frames = self._outbox.popleft()
             self._transport.send(header, frames)
         # When stopping, send what is queued (a bye, the last commits) but do not wait for messages.
-        got = None if self._stopping else self._transport.receive(self._tick_s)
+        got = None if self._stopping else self._transport.receive(max(self._tick_at - time.monotonic(), 0.0))
         now = time.monotonic()
         if got is not None:
             self._hear(got, now)
-        self._on_tick(now)
+        if now >= self._tick_at:
+            self._tick_at = now + self._tick_s
+            self._on_tick(now)
 
     def _hear(self, got: Envelope, now: float) -> None:
         try:

@@ -12,8 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,13 +78,14 @@ def _opened(address: str, **patience: float) -> KeptStorage | None:
     return FolderStorage(address, create=False) if Path(address).is_dir() else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiting:
-    """A frame to write."""
+    """A frame to write. The thread that has the lock fills in what became of it."""
 
     pieces: Pieces
     deadline: float
-    written: Future[str] = field(default_factory=Future)
+    location: str = ""
+    error: BaseException | None = None
 
     @property
     def size(self) -> int:
@@ -111,13 +111,18 @@ class DirectWriter:
         # Group commit: the thread that gets the lock writes the frames of all waiting threads with one sync. The others
         # find theirs written when they get the lock.
         with self._writing:
-            while not all(one.written.done() for one in mine):
+            while any(not one.location and one.error is None for one in mine):
                 self._gather()
                 self._write_batch()
-        return [one.written.result() for one in mine]
+        for one in mine:
+            if one.error is not None:
+                raise one.error
+        return [one.location for one in mine]
 
     def _gather(self) -> None:
         """Wait a moment for other frames to join the batch, where each write costs a request (object stores)."""
+        if not self._storage.gather_s:
+            return
         until = time.monotonic() + self._storage.gather_s
         while (left := until - time.monotonic()) > 0:
             if sum(one.size for one in list(self._waiting)) >= self._enough:
@@ -134,12 +139,12 @@ class DirectWriter:
             locations = self._writer.write([one.pieces for one in batch], max(one.deadline for one in batch))
         except BaseException as error:
             for one in batch:
-                one.written.set_exception(error)
+                one.error = error
             if not isinstance(error, PenstockError):
                 raise
         else:
             for one, location in zip(batch, locations, strict=True):
-                one.written.set_result(location)
+                one.location = location
 
     def leave(self, segment: str) -> None:
         """Finish a segment, because the plane accepts no further frames from it."""

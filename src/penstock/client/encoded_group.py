@@ -27,6 +27,8 @@ from penstock.frames import (
 from penstock.protocol import PutRequest
 
 _LARGE_BYTES = 1 << 20
+_SMALL_BYTES = 64 << 10
+"""Frames below this size are joined at once: copying one takes less than hashing and writing it in pieces."""
 _ANY_SIZE = Limits(max_samples=1 << 16, max_tokens=1 << 40, max_bytes=1 << 50)
 """No limits here: the plane enforces its own and reports what exceeds them."""
 
@@ -66,10 +68,11 @@ class EncodedGroup:
             samples = [sample.conformed(columns()) for sample in samples]
         run, env, known = samples[0].run, samples[0].env, group if isinstance(group, Group) else None
         name, made = samples[0].group if known is None else known.id, encode_group(samples)
+        size = made.size
         return EncodedGroup(
             name=name,
-            pieces=made.pieces,
-            size=made.size,
+            pieces=made.pieces if size >= _SMALL_BYTES else [b"".join(made.pieces)],
+            size=size,
             run=lambda: run,
             env=lambda: env,
             evaluation=evaluation,

@@ -158,10 +158,7 @@ class _Assembly:
         )
         made = Samples(
             columns=self._columns,
-            text={
-                name: tuple(pick.frame.head.text[name][i] for pick in self._picks for i in pick.rows)
-                for name in TEXT_COLUMNS
-            },
+            text={name: self._text(name) for name in TEXT_COLUMNS},
             policy_versions=self._versions,
             images=images if any(images) else None,
             own=own,
@@ -170,6 +167,13 @@ class _Assembly:
             made.loss_tokens = self._trained_tokens
         check_values(made, self._loss_tokens)
         return made
+
+    def _text(self, name: str) -> tuple[str, ...]:
+        out: list[str] = []
+        for pick in self._picks:
+            found = pick.frame.head.text[name]
+            out += [found[i] for i in pick.rows]
+        return tuple(out)
 
     def _column(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Ragged:
         # Where each pick's values begin in the output column: picks with 5, 0 and 3 values have edges [0, 5, 5, 8].

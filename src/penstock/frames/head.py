@@ -23,6 +23,7 @@ from penstock.arrays import (
     MAX_EXTENT,
     MAX_TEXT,
     MAX_VERSION,
+    MODE_WEIGHTS,
     NO_VERSION,
     TEXT_COLUMNS,
     TOKEN_COLUMNS,
@@ -303,21 +304,18 @@ def _read_same_text(reader: Reader, spec: TextBlock, n: int) -> tuple[str, ...]:
 
 def _check_text(name: str, distinct: Sequence[str]) -> None:
     """Raise CorruptFrame for a string that the text column does not allow."""
-    if (
-        name not in ("mode", "rollout")
-        and _is_plain("".join(distinct))
-        and 0 < min(map(len, distinct), default=1) <= max(map(len, distinct), default=1) <= MAX_TEXT
-    ):
-        return  # the usual case: one check of the joined text instead of one per string
+    # The usual cases: one check of the joined text instead of one per string.
+    if name == "mode" and all(value in MODE_WEIGHTS for value in distinct):
+        return
+    if name not in ("mode", "rollout") and (name != "id" or all(distinct)):
+        joined = "".join(distinct)
+        if joined.isascii() and joined.isprintable() and max(map(len, distinct), default=0) <= MAX_TEXT:
+            return
     try:
         for value in distinct:
             check_text({"mode": "rl", name: value}, "frame")
     except InvalidInput as error:
         raise CorruptFrame(str(error)) from None
-
-
-def _is_plain(text: str) -> bool:
-    return text.isascii() and text.isprintable()
 
 
 def _read_prefixes(reader: Reader, header: Header, lengths: NDArray[np.int64]) -> Prefixes | None:

@@ -109,30 +109,33 @@ class Part:
         """
         if not pairs:
             return []
-        if self.block.coding == RAW:
+        if self.block.coding == RAW and self.shape:
             return [self._raw(fetch, a, b) for a, b in pairs]
         if self.block.coding == CONSTANT:
             value = self._plain(fetched(fetch, self.at, self.at + self.dtype.itemsize, self.name))[0]
             return [np.broadcast_to(value, (b - a, *self.shape)) for a, b in pairs]
-        spans, found = self._unpacked(fetch, pairs) if self.block.coding == NARROW else ([(0, self.count)], [])
-        found = found or [self._whole(fetch)]
+        if self.block.coding in (RAW, NARROW):
+            spans, found = self._spans(fetch, pairs)
+        else:
+            spans, found = [(0, self.count)], [self._whole(fetch)]
+        if len(spans) == 1:
+            begin = spans[0][0]
+            return [found[0][a - begin : b - begin] for a, b in pairs]
         starts = [a for a, _ in spans]
-        out = []
-        for a, b in pairs:
-            k = bisect_right(starts, a) - 1
-            out.append(found[k][a - starts[k] : b - starts[k]])
-        return out
+        places = [bisect_right(starts, a) - 1 for a, _ in pairs]
+        return [found[k][a - starts[k] : b - starts[k]] for k, (a, b) in zip(places, pairs, strict=True)]
 
-    def _unpacked(self, fetch: Fetch, pairs: Sequence[Range]) -> tuple[list[Range], list[Array]]:
+    def _spans(self, fetch: Fetch, pairs: Sequence[Range]) -> tuple[list[Range], list[Array]]:
         """Return spans of rows that cover the pairs, and their values."""
-        spans = merged(pairs)
-        if len(spans) > 1 and not self.shape:
-            # Unpacking many samples and the gaps between them in one call costs less than one call each. The bytes of
+        read = self._raw if self.block.coding == RAW else self._narrow
+        if len(pairs) > 1 and not self.shape:
+            # Reading many samples and the gaps between them in one call costs less than one call each. The bytes of
             # the gaps are only there if the complete frame was read, or ranges were joined; otherwise fetch raises.
             with suppress(CorruptFrame):
                 near = merged(pairs, NEAR)
-                return near, [self._narrow(fetch, a, b) for a, b in near]
-        return spans, [self._narrow(fetch, a, b) for a, b in spans]
+                return near, [read(fetch, a, b) for a, b in near]
+        spans = merged(pairs)
+        return spans, [read(fetch, a, b) for a, b in spans]
 
     def _raw(self, fetch: Fetch, a: int, b: int) -> Array:
         ((begin, end),) = self.ranges(a, b)

@@ -17,7 +17,6 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,8 +62,8 @@ class Log(LogReader):
     """The volume that the log shares with frames."""
     while_waiting: Callable[[], None] = staticmethod(lambda: None)
     """Called a few times a second while a database does not answer. Must not use the log."""
-    on_commit: Callable[[float, str], None] = staticmethod(lambda _seconds, _doing: None)
-    """Called after each commit with its duration and what it did."""
+    on_commit: Callable[[float, Callable[[], str]], None] = staticmethod(lambda _seconds, _doing: None)
+    """Called after each commit with its duration and a function that says what it did."""
 
     @abstractmethod
     def transaction(self) -> AbstractContextManager[None]:
@@ -123,8 +122,9 @@ class Log(LogReader):
 
     def add_groups(self, rows: Sequence[tuple[GroupRow, bytes]]) -> None:
         """Add groups, each with its metadata, with the current time as their time of acceptance."""
-        at = time.time()
-        self._insert("groups", GROUP_COLUMNS, [group_values(replace(row, at=at)) for row, _ in rows])
+        at = (time.time(),)
+        # The time is the last column.
+        self._insert("groups", GROUP_COLUMNS, [group_values(row)[:-1] + at for row, _ in rows])
         # The table and its column are called `facts` in every log that exists: the name is part of the format.
         self._insert("facts", "op, facts", [(row.op, metadata) for row, metadata in rows])
 

@@ -271,7 +271,7 @@ class PostgresLog(Log):
             # What was looked up may have changed, also when the outcome of the commit is unknown.
             self._known, self._discarded = {}, {}
         self.commits += 1
-        self.on_commit(time.perf_counter() - started, f"{len(writes)} statements")
+        self.on_commit(time.perf_counter() - started, lambda: f"{len(writes)} statements")
 
     def _commit(self, connection: Connection, writes: Sequence[tuple[str, Sequence[Any]]]) -> None:
         """Send a transaction. Runs on the link's thread and may be repeated."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from penstock.errors import CorruptFile, DiskFull, StorageError
+from penstock.errors import CorruptFile, DiskFull, PenstockError, StorageError
 from penstock.log.folder_lock import LogInUse
 from penstock.log.log_reader import LogReader
 
@@ -90,17 +90,21 @@ def _open_live(path: Path) -> sqlite3.Connection:
 
 @contextmanager
 def typed_errors(where: str) -> Iterator[None]:
-    """Turn SQLite's errors into ours: DiskFull, LogInUse, CorruptFile or StorageError, with what to do."""
+    """Raise our own errors for SQLite's."""
     try:
         yield
-    except sqlite3.DatabaseError as error:
-        code = getattr(error, "sqlite_errorname", "")
-        if code.startswith(("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")):
-            raise DiskFull(f"{where}: {error}; nothing was written; make room, or raise max_disk_bytes") from None
-        if code.startswith("SQLITE_BUSY"):
-            raise LogInUse(f"{where}: another process has it open; stop it or use another folder") from None
-        if code.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
-            raise CorruptFile(f"{where}: {error}; restore the folder from a copy") from None
-        raise StorageError(f"{where}: {error}") from None
-    except UnicodeDecodeError as error:  # SQLite's message quotes the damaged bytes, which need not be UTF-8
-        raise CorruptFile(f"{where}: {error}; restore the folder from a copy") from None
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        raise typed_error(error, where) from None
+
+
+def typed_error(error: sqlite3.DatabaseError | UnicodeDecodeError, where: str) -> PenstockError:
+    """Return our error for one of SQLite's: DiskFull, LogInUse, CorruptFile or StorageError, with what to do."""
+    code = getattr(error, "sqlite_errorname", "")
+    if code.startswith(("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")):
+        return DiskFull(f"{where}: {error}; nothing was written; make room, or raise max_disk_bytes")
+    if code.startswith("SQLITE_BUSY"):
+        return LogInUse(f"{where}: another process has it open; stop it or use another folder")
+    # SQLite's message quotes damaged bytes, which need not be UTF-8.
+    if code.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")) or isinstance(error, UnicodeDecodeError):
+        return CorruptFile(f"{where}: {error}; restore the folder from a copy")
+    return StorageError(f"{where}: {error}")

@@ -521,7 +521,8 @@ def _metadata(group: Incoming) -> bytes:
 
 def _shortened(groups: Sequence[Incoming], op: int) -> tuple[int, Shorten] | None:
     """Return the decision that counts truncated and dropped samples of these groups, if there are any."""
-    total = OverLength.total(group.over_length for group in groups)
+    found = [group.over_length for group in groups if group.over_length is not NONE]
+    total = OverLength.total(found) if found else NONE
     return (op, Shorten(**asdict(total))) if total else None
 
 

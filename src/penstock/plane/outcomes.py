@@ -109,12 +109,11 @@ def _rows(outcome: str, ops: Sequence[int], *, version: int, step: int = 0, reas
 
 def summary_of(metadata: GroupMetadata) -> Summary:
     """Return what events show of a group."""
-    lengths = np.frombuffer(metadata.lengths, "<i8")[:MAX_SHOWN]
     return Summary(
         env=metadata.env[0],
         tenant=metadata.run,
         rewards=metadata.rewards[: 4 * MAX_SHOWN],
-        lengths=lengths.astype("<u4").tobytes(),
+        lengths=np.frombuffer(metadata.lengths[: 8 * MAX_SHOWN], "<i8").astype("<u4").tobytes(),
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
+import math
 import os
 import re
 import secrets
@@ -225,15 +226,18 @@ class SocketClient:
             return  # the plane is away and the queue is full; the protocol repeats the message
 
     def receive(self, timeout_s: float) -> Envelope | None:
-        got = self._take()
-        if got is None and (ready := dict(self._poller.poll(int(max(timeout_s, 0) * 1000)))):
+        # Only sockets that are ready are read: an attempt that finds nothing costs more than the message itself.
+        ready = dict(self._poller.poll(math.ceil(max(timeout_s, 0) * 1000)))
+        if self._wake.descriptor in ready:
             self._wake.clear()
-            got = self._take()
-            if got is None and self._monitor in ready:
-                self._check_refusal(*struct.unpack("=HI", self._monitor.recv_multipart()[0]))
-        if got is not None:
-            self._ended = 0
-        return got
+        for end in (self._small, self._large):  # small ones first: a heartbeat must not wait behind a payload
+            if end in ready:
+                self._ended = 0
+                parts = end.recv_multipart(zmq.NOBLOCK, copy=False)
+                return parts[0].buffer, [part.buffer for part in parts[1:]]
+        if self._monitor in ready:
+            self._check_refusal(*struct.unpack("=HI", self._monitor.recv_multipart()[0]))
+        return None
 
     def _check_refusal(self, event: int, value: int) -> None:
         """Raise KeyRefused if a handshake failed for a reason that waiting does not change."""
@@ -259,15 +263,6 @@ class SocketClient:
             elif mechanism:
                 reason = f"the plane has another key than {self.keys.plane.decode()}; copy its plane.key to this client"
             raise KeyRefused(f"{self._url}: {reason}")
-
-    def _take(self) -> Envelope | None:
-        for end in (self._small, self._large):  # small ones first: a heartbeat must not wait behind a payload
-            try:
-                parts = end.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                continue
-            return parts[0].buffer, [part.buffer for part in parts[1:]]
-        return None
 
     def wake(self) -> None:
         self._wake.call()
