@@ -71,11 +71,12 @@ class Samples(Sequence[Sample]):
             for name, column in table.items()
             if name in present or name in _ALWAYS
         }
+        versions = [row.policy_version for row in rows]
         text = zip(*map(_TEXT, rows), strict=True) if rows else ((),) * len(TEXT_COLUMNS)
         return Samples(
             columns=columns,
             text=dict(zip(TEXT_COLUMNS, text, strict=True)),
-            policy_versions=np.array([_as_number(row.policy_version) for row in rows], np.int64),
+            policy_versions=np.array([NO_VERSION if v is None else v for v in versions], np.int64),
             images=_unless_none(tuple(row.images for row in rows)),
             own=own,
         )
@@ -189,10 +190,6 @@ def trained_tokens(mask: NDArray[np.bool_], offsets: Offsets, lengths: NDArray[n
 
 _ALWAYS = ("token_ids", "loss_mask")
 _TEXT = attrgetter(*TEXT_COLUMNS)
-
-
-def _as_number(version: int | None) -> int:
-    return NO_VERSION if version is None else version
 
 
 def _unless_none(images: tuple[tuple[ImageSpan, ...], ...]) -> tuple[tuple[ImageSpan, ...], ...] | None:

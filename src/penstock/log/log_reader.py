@@ -153,12 +153,8 @@ class LogReader(ABC):
         found = (self.first(f"SELECT MAX(op) FROM {name}") for name in tables)  # noqa: S608 - our own names
         return max((row[0] or 0) if row is not None else 0 for row in found)
 
-    @property
-    def has_steps(self) -> bool:
-        return self.first("SELECT 1 FROM steps LIMIT 1") is not None
-
-    def steps_from(self, first: int) -> bool:
-        """Return whether this step or a later one is planned."""
+    def has_steps(self, first: int = 1) -> bool:
+        """Return whether step `first` or a later one is planned."""
         return self.first("SELECT 1 FROM steps WHERE step >= ? LIMIT 1", (first,)) is not None
 
     def snapshot(self) -> tuple[int, bytes] | None:

@@ -60,7 +60,7 @@ def run_events_of(log: LogReader) -> list[RunEvent]:
 def started(log: LogReader, *, step: int, epoch: int) -> str:
     """Return the events with the start of this process's plane, to be stored under `EVENTS`."""
     found = _known(log)
-    is_lost = bool(found) and _last_of(found, "start", "end") == "start"
+    is_lost = next((one.kind == "start" for one in reversed(found) if one.kind in ("start", "end")), False)
     event = RunEvent(
         kind="start",
         at=time.time(),
@@ -92,10 +92,6 @@ def _known(log: LogReader) -> list[RunEvent]:
     except CorruptFile as error:
         logger.warning("a new list of events is begun: %s", error)
         return []
-
-
-def _last_of(found: list[RunEvent], *kinds: str) -> str:
-    return next((event.kind for event in reversed(found) if event.kind in kinds), "")
 
 
 def _with(found: list[RunEvent], event: RunEvent) -> str:

@@ -29,6 +29,7 @@ from penstock.arrays import (
     Sample,
     arrays_in,
     known,
+    offsets_of,
     read_own,
     table_with,
 )
@@ -190,9 +191,7 @@ class MicroBatch:
     @property
     def cu_seqlens(self) -> NDArray[np.int32]:
         """[segments + 1] where segments start, for variable-length attention."""
-        out = np.zeros(len(self.sequence_lengths) + 1, np.int32)
-        np.cumsum(self.sequence_lengths, out=out[1:])
-        return out
+        return offsets_of(self.sequence_lengths).astype(np.int32)
 
     @property
     def digest(self) -> str:

@@ -13,7 +13,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays import ALL_OR_NONE, APART, MODALITIES, TEXT, WEIGHTS, SampleMetadata, table_with
+from penstock.arrays import ALL_OR_NONE, APART, MODALITIES, TEXT, WEIGHTS, SampleMetadata, offsets_of, table_with
 from penstock.errors import InvalidInput
 from penstock.packing.accounting import Accounting, Totals, account, count_totals
 from penstock.packing.bins import Items
@@ -153,8 +153,7 @@ def _rank_plan(
 ) -> RankPlan:
     order = np.array([i for placed in column for i in placed.samples], np.int32)
     cuts = metadata.kept[order].astype(np.int32)
-    starts = np.zeros(len(column) + 1, np.int32)
-    np.cumsum([len(placed.samples) for placed in column], out=starts[1:])
+    starts = offsets_of([len(placed.samples) for placed in column]).astype(np.int32)
     for m, placed in enumerate(column):
         if placed.dummy and placed.samples:
             cuts[starts[m]] = placed.tokens

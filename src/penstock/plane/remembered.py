@@ -34,14 +34,14 @@ def check_settings(settings: PlaneSettings, log: Log) -> None:
     """Reject settings that do not fit what is held or planned, with both values. Remember the others."""
     replay, ranks = repr(settings.replay), settings.packing.ranks
     began, planned = log.text("replay"), log.meta("ranks", ranks)
-    if began and began != replay and log.has_steps:
+    if began and began != replay and log.has_steps():
         raise ConfigError(
             f"replay settings: the run began with {began}, now {replay}; a run's draws follow from them: open it with "
             "the same sampler, remover, limiter, capacity, max_times_sampled, max_staleness and seed"
         )
     if began and began != replay and settings.replay.remover is None:
         _check_capacity(settings.replay.capacity, log)
-    if planned != ranks and log.steps_from(log.meta("next_step", 1)):
+    if planned != ranks and log.has_steps(log.meta("next_step", 1)):
         raise ConfigError(
             f"ranks: {ranks}, and steps that are not trained yet are planned for {planned}; train and commit them with "
             f"{planned} ranks first, or begin a new folder"
