@@ -2,6 +2,7 @@ from penstock.capture.chat import from_chat_completions as from_chat_completions
 from penstock.capture.chat import from_choices as from_choices
 from penstock.capture.cumulative import from_rollout as from_rollout
 from penstock.capture.cumulative import from_steps as from_steps
+from penstock.capture.image_descriptors import read_span as read_span
 from penstock.capture.plain import from_arrays as from_arrays
 from penstock.capture.records import field_of as field_of
 from penstock.capture.records import list_of as list_of

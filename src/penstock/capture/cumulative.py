@@ -8,16 +8,15 @@ Mappings and objects are read alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays import COLUMNS, ImageSpan, Values, coerce
 from penstock.capture.fold import Step, fold
-from penstock.capture.image_descriptors import HashLookup, read_descriptors
+from penstock.capture.image_descriptors import HashLookup, read_descriptors, read_span
 from penstock.capture.records import ABSENT, field_of, ids_of, list_of, optional_mapping, required
 from penstock.capture.routing import read_routing
 from penstock.capture.sampling_masks import sampling_mask_of
@@ -122,13 +121,4 @@ def _images(
     if field_of(tokens, "images") is None:
         described = field_of(tokens, "multi_modal_data")
         return read_descriptors(described, types, lookup, f"{where}.multi_modal_data") if described else ()
-    return tuple(_image(image, f"{where}.images[{i}]") for i, image in enumerate(list_of(tokens, "images", where)))
-
-
-def _image(image: Any, where: str) -> ImageSpan:
-    try:
-        span = ImageSpan(**image) if isinstance(image, Mapping) else image
-        # Convert to plain values and back, because msgspec checks the types of fields only when it converts.
-        return msgspec.convert(msgspec.to_builtins(span), ImageSpan)
-    except (TypeError, ValueError) as error:
-        raise InvalidInput(f"{where}: {error}; give an ImageSpan or its fields") from None
+    return tuple(read_span(image, f"{where}.images[{i}]") for i, image in enumerate(list_of(tokens, "images", where)))

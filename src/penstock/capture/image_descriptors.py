@@ -86,11 +86,17 @@ def _span(item: Any, name: Any, place: tuple[int, int], lookup: HashLookup | Non
     offset, length = place
     merge = math.isqrt(math.prod(grid) // length) if length else 0
     digest = _digest(name, lookup, where)
+    return read_span({"hash": digest, "grid": grid, "offset": offset, "length": length, "merge": merge}, where)
+
+
+def read_span(given: Any, where: str) -> ImageSpan:
+    """Read an image of a sample: an `ImageSpan`, or its fields by name."""
     try:
-        span = ImageSpan(hash=digest, grid=grid, offset=offset, length=length, merge=merge)
+        span = ImageSpan(**given) if isinstance(given, Mapping) else given
+        # Convert to plain values and back, because msgspec checks the types of fields only when it converts.
         return msgspec.convert(msgspec.to_builtins(span), ImageSpan)
     except (TypeError, ValueError) as error:
-        raise InvalidInput(f"{where}: {error}") from None
+        raise InvalidInput(f"{where}: {error}; give an ImageSpan or its fields") from None
 
 
 def _plain(value: Any) -> Any:

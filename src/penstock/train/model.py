@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -151,28 +152,36 @@ def check_packing(model: Any, *, vocabulary: int, lengths: tuple[int, ...] = (5,
 
 def _leak(model: Any, row: dict[str, Tensor], other: dict[str, Tensor], last: int) -> float:
     """Return by how much the log-probabilities of the last tokens of two rows differ."""
-    was_training, device = model.training, next(model.parameters()).device
-    model.eval()
-    with torch.no_grad():
+    device = next(model.parameters()).device
+    with _evaluating(model):
         found = [
             torch.log_softmax(forward(model, {n: v.to(device) for n, v in one.items()}).float(), -1)[0, -last:]
             for one in (row, other)
         ]
-    model.train(was_training)
     return float((found[0] - found[1]).abs().max())
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Run the block without dropout and without gradients."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
 
 
 def difference(model: Any, row: dict[str, Tensor], samples: list[Tensor], index: Tensor | None = None) -> float:
     """Return the largest difference in log-probability between a row (at `index`, if given) and its samples alone."""
-    was_training, device = model.training, next(model.parameters()).device
-    model.eval()
+    device = next(model.parameters()).device
     row, samples = {name: values.to(device) for name, values in row.items()}, [sample.to(device) for sample in samples]
-    with torch.no_grad():
+    with _evaluating(model):
         together = torch.log_softmax(forward(model, row).float(), -1)[0]
         alone = torch.cat(
             [torch.log_softmax(model(input_ids=s[None], use_cache=False).logits.float(), -1)[0] for s in samples]
         )
-    model.train(was_training)
     return float(((together if index is None else together[index]) - alone).abs().max())
 
 

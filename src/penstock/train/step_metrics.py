@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,9 @@ from penstock.errors import InvalidInput
 from penstock.packing import Accounting, MicroBatch
 from penstock.train.terms import Terms
 
-_SUMMED = (
-    *("reward_sum", "rewarded", "loss", "entropy", "mismatch_kl", "masked", "loss_tokens", "compared_tokens"),
-    *("samples", "versioned", "staleness"),
-)
 _LARGEST = ("max_log_ratio", "on_policy_gap", "max_staleness")
+_PER_RANK = ("grad_norm", "priorities")
+"""Not reduced over ranks: the norm is the same on all of them, priorities are reported by each."""
 
 
 @dataclass
@@ -123,6 +121,9 @@ class Sums:
             "train/staleness": self.staleness / self.versioned if self.versioned else math.nan,
             "train/max_staleness": self.max_staleness if self.versioned else math.nan,
         }
+
+
+_SUMMED = tuple(one.name for one in fields(Sums) if one.name not in (*_LARGEST, *_PER_RANK))
 
 
 def packed(accounting: Accounting, rank: int) -> dict[str, float]:

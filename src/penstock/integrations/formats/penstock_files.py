@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from penstock.arrays import TOKEN_COLUMNS, Cells, ImageSpan, Ragged, Sample
+from penstock.capture import read_span
 from penstock.errors import InvalidInput, PenstockError
 from penstock.frames import read_frames, write_frames
 from penstock.integrations.formats.file_or_stream import Place
@@ -111,7 +112,7 @@ def _sample(record: Record, lost: Lost) -> Sample:
 def _span(image: dict[str, Any]) -> ImageSpan:
     if "grid" not in image:
         raise InvalidInput("an image without grid and merge, exported by an earlier version; export it again")
-    return msgspec.convert([image.get(name) for name in ImageSpan.__struct_fields__], ImageSpan)
+    return read_span({name: image[name] for name in ImageSpan.__struct_fields__ if name in image}, "image")
 
 
 def _once(name: str, cells: Cells) -> Cells:

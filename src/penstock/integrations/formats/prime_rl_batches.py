@@ -29,6 +29,7 @@ from penstock.capture import located
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.integrations.formats.file_or_stream import Options, Place
 from penstock.integrations.formats.lost import Lost
+from penstock.integrations.formats.responses import once
 from penstock.packing import MicroBatch, StepOfRank, pack
 
 MAX_FILE_BYTES = 4 << 30
@@ -328,13 +329,6 @@ def _sample(arrays: dict[str, Any], cut: slice, *, env: str, id: str) -> Sample:
     if own["temperatures"].ndim:
         own["temperatures"] = np.where(own["temperatures"] > 0, own["temperatures"], np.float32(1))  # context has none
     return Sample(id=id, env=env, **own)
-
-
-def once(values: Array, mask: Array) -> Array:
-    """Return one number for a column with one value on all trained tokens, and that or 0 on the others."""
-    trained = values[mask] if mask.any() else values
-    one = trained[:1].reshape(())
-    return one if bool((trained == one).all() and ((values == one) | (values == 0))[~mask].all()) else values
 
 
 # ------------------------------------------------------------------ files of samples

@@ -58,6 +58,13 @@ def one_number(sample: Sample, name: str) -> float | None:
     return float(found[0]) if bool((found == found[0]).all()) else None
 
 
+def once(values: Array, mask: Array) -> Array:
+    """Return one number for a column with one value on all trained tokens, and that or 0 on the others."""
+    trained = values[mask] if mask.any() else values
+    one = trained[:1].reshape(())
+    return one if bool((trained == one).all() and ((values == one) | (values == 0))[~mask].all()) else values
+
+
 def to_trajectory(sample: Sample, **fields: Any) -> Trajectory:
     """Convert a sample back into a trajectory; trained tokens count as sampled. `fields` are those of `Trajectory`.
 

@@ -30,7 +30,7 @@ from penstock.arrays import (
     Sample,
     own_of,
 )
-from penstock.capture import located
+from penstock.capture import located, optional_list, read_span
 from penstock.errors import InvalidInput
 from penstock.extras import require
 from penstock.integrations.formats.file_or_stream import Place, json_lines
@@ -120,7 +120,8 @@ def _sample(record: dict[str, Any], lost: Lost) -> Sample:
     declared = {column: given.pop(name) for name, column in own.items() if name in given}
     if "token_ids" not in given:
         raise InvalidInput("token_ids: missing; give the ids of every sample")
-    return Sample(**given, **facts, images=_images(record.get("images")), columns=declared)
+    images = [read_span(span, f"images[{i}]") for i, span in enumerate(optional_list(record, "images", "sample"))]
+    return Sample(**given, **facts, images=images, columns=declared)
 
 
 def described(own: Own) -> dict[str, list[Any]]:
@@ -168,10 +169,3 @@ def _uint64(column: Column, value: Any) -> Any:
 def _wide(column: Column) -> np.dtype[Any]:
     """Return a dtype wide enough to notice numbers that do not fit the column."""
     return np.dtype(np.float64) if column.numpy.itemsize < 8 else column.numpy
-
-
-def _images(spans: Any) -> list[ImageSpan]:
-    try:
-        return [ImageSpan(**{**span, "grid": tuple(span["grid"])}) for span in spans or ()]
-    except (TypeError, KeyError, ValueError) as error:
-        raise InvalidInput(f"images: {error}; each has hash, grid, offset and length") from None

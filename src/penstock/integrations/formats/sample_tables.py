@@ -29,7 +29,7 @@ from penstock.arrays import (
     offsets_of,
     table_with,
 )
-from penstock.capture import located
+from penstock.capture import located, read_span
 from penstock.errors import CorruptFile, InvalidInput, PenstockError
 from penstock.extras import require
 from penstock.integrations.formats.file_or_stream import Place
@@ -200,12 +200,8 @@ def _rows(table: pa.Table, own: Own, place: Place, first: int) -> Iterator[Sampl
         text.setdefault("id", f"{place.short}:{first + i}")
         declared = {column: given.pop(name) for name, column in own.items() if name in given}
         with located(f"{place.name} row {first + i}"):
-            yield Sample(**{"token_ids": (), **given}, **text, images=_images(facts, i), columns=declared)
-
-
-def _images(facts: dict[str, list[Any]], i: int) -> list[ImageSpan]:
-    spans = facts["images"][i] if "images" in facts else None
-    return [ImageSpan(**{**span, "grid": tuple(span["grid"])}) for span in spans or ()]
+            images = [read_span(span, "image") for span in (facts["images"][i] if "images" in facts else None) or ()]
+            yield Sample(**{"token_ids": (), **given}, **text, images=images, columns=declared)
 
 
 class _Lists:
@@ -225,7 +221,7 @@ class _Lists:
             return None
         if not self._offsets:  # one number per row: not written by us, but valid
             return np.asarray(self._values[i])
-        a, b = self._bounds(i)
+        a, b = (int(at) for at in self._offsets[0][i : i + 2])
         inner = self._offsets[1:]
         if self._column.ragged and inner:
             edges = inner[0][a : b + 1]
@@ -236,6 +232,3 @@ class _Lists:
             a, b = int(offsets[a]), int(offsets[b])
         cells = self._values[a:b].reshape(shape)
         return cells.reshape(()) if self._column.per != "token" and len(cells) == 1 else cells
-
-    def _bounds(self, i: int) -> tuple[int, int]:
-        return int(self._offsets[0][i]), int(self._offsets[0][i + 1])

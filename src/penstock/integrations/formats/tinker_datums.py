@@ -24,7 +24,7 @@ import numpy as np
 from penstock.arrays import Array, ImageSpan, Sample
 from penstock.errors import InvalidInput
 from penstock.extras import require
-from penstock.integrations.formats.responses import per_token
+from penstock.integrations.formats.responses import once, per_token
 
 if TYPE_CHECKING:
     from tinker import Datum, ModelInput
@@ -218,7 +218,7 @@ def _sample(datum: Datum, id: str) -> Sample:  # noqa: A002 - the field's own na
     if weights is not None and not np.array_equal(weights, trained):
         columns["ce_weights"] = _shifted(weights)
     if "advantages" in columns:
-        columns["advantages"] = _once(columns["advantages"], np.concatenate([[False], trained]))
+        columns["advantages"] = once(columns["advantages"], np.concatenate([[False], trained]))
     return Sample(
         id=id,
         mode="sft" if weights is not None else "rl",
@@ -248,8 +248,3 @@ def _trained(datum: Datum, inputs: Mapping[str, Array], count: int, where: str) 
 def _shifted(values: Array) -> Array:
     """Extend values to all tokens: the first is not predicted and gets 0."""
     return np.concatenate([np.zeros(1, np.float32), values.astype(np.float32)])
-
-
-def _once(values: Array, mask: Array) -> Array:
-    found = values[mask]
-    return found[:1].reshape(()) if len(found) and bool((found == found[0]).all()) else values

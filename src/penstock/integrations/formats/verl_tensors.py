@@ -25,7 +25,7 @@ from penstock.errors import CorruptFile, InvalidInput
 from penstock.extras import require
 from penstock.integrations.formats.file_or_stream import Place
 from penstock.integrations.formats.lost import Lost
-from penstock.integrations.formats.responses import prompt_length
+from penstock.integrations.formats.responses import once, one_number, prompt_length
 
 _ALONG = {"rollout_log_probs": "logprobs", "advantages": "advantages", "ref_log_prob": "teacher_logprobs"}
 """Columns over the response: verl's name -> ours."""
@@ -129,8 +129,8 @@ def _columns(samples: Sequence[Sample], fill: _Padded) -> dict[str, Array]:
             batch[name] = fill.behind([_filled(sample, ours) for sample in samples], np.float32)
     if all("rewards" in sample and sample.loss_tokens and not np.isnan(sample["rewards"]).any() for sample in samples):
         batch["rm_scores"] = fill.behind([_scores(sample) for sample in samples], np.float32)
-    temperatures = [_once(_filled(s, "temperatures"), s.loss_mask) for s in samples if "temperatures" in s]
-    if len(temperatures) == len(samples) and all(one is not None and not one.ndim for one in temperatures):
+    temperatures = [one_number(sample, "temperatures") for sample in samples]
+    if None not in temperatures:
         batch[_TEMPERATURE] = np.array(temperatures, np.float32)
     experts = [sample["routed_experts"] for sample in samples if "routed_experts" in sample]
     if len(experts) == len(samples) and len({cells.shape[1:] for cells in experts}) == 1:
@@ -207,7 +207,8 @@ def _row(fields: Mapping[str, Any], i: int, where: str) -> Sample:
     for name, ours in _ALONG.items():
         if name in fields:
             columns[ours] = _behind(_cells(fields[name], i)[along], start, np.float32)
-    columns["advantages"] = _once(columns.get("advantages"), columns["loss_mask"])
+    if "advantages" in columns:
+        columns["advantages"] = once(columns["advantages"], columns["loss_mask"])
     scores = next((_cells(fields[name], i)[along] for name in _SCORES if name in fields), None)
     columns["rewards"] = None if scores is None else _reward(_behind(scores, start, np.float32))
     if _TEMPERATURE in fields and fields[_TEMPERATURE][i] > 0:
@@ -238,14 +239,6 @@ def _attention(fields: Mapping[str, Any], i: int, count: int, where: str) -> Arr
 
 def _behind(values: Array, start: int, dtype: Any) -> Array:
     return np.concatenate([np.zeros(start, dtype), values.astype(dtype)])
-
-
-def _once(values: Array | None, mask: Array) -> Array | None:
-    """Return one value if all trained tokens have the same."""
-    if values is None or not mask.any():
-        return values
-    one = values[mask][:1].reshape(())
-    return one if bool((values[mask] == one).all()) else values
 
 
 def _reward(scores: Array) -> Array:

@@ -23,7 +23,7 @@ from typing import Any
 try:
     import torch
     from torch import distributed
-    from torch.utils.data import DataLoader, IterableDataset
+    from torch.utils.data import DataLoader
     from transformers import Trainer, TrainerCallback, TrainerState
     from transformers.trainer_callback import ExportableState
     from transformers.trainer_utils import get_last_checkpoint
@@ -42,6 +42,7 @@ from penstock.train import (
     Dppo,
     Loss,
     Observer,
+    Steps,
     Sums,
     Terms,
     agree,
@@ -69,15 +70,16 @@ _DEFAULTS = {"label_smoothing_factor": 0.0, "per_device_train_batch_size": 8}
 """Values that TrainingArguments has if they were left out."""
 
 
-class Feed(IterableDataset):  # type: ignore[misc]
-    """Iterates over a source's steps and remembers the one being trained."""
+class Feed(Steps):
+    """A source's steps. Remembers the one being trained."""
 
     def __init__(self, source: Source, publish: Callable[[int], None] | None) -> None:
-        self.source, self._publish = source, publish
+        super().__init__(source)
+        self._publish = publish
         self.current: Step | None = None
 
     def __iter__(self) -> Iterator[Step]:
-        for step in self.source.steps():
+        for step in super().__iter__():
             self.current = step
             yield step
 

@@ -13,14 +13,13 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.arrays import Sample
 from penstock.errors import InvalidInput
 from penstock.testing.trainer.judge import Finding, Judge
 from penstock.testing.trainer.measure import Noise, Run, measure, measure_noise, rerun, wrong_losses
 from penstock.testing.trainer.reference import Flat, Sequence1, Vector
-from penstock.testing.trainer.samples import Options, Samples, uniform
+from penstock.testing.trainer.samples import Options, Samples, other_id, uniform
 from penstock.testing.trainer.simulated import Columns, Fix, Simulator, spans_of
 
 
@@ -42,9 +41,6 @@ class Units:
             only = sample.replace(loss_mask=mask, id=f"{sample.id}, token {token} alone")
             self._units[place] = self._run(self._samples.step([only]))[1]
         return self._units[place]
-
-    def sample_of(self, key: bytes) -> Sample | None:
-        return self._by_key.get(key)
 
     def pull(self, sequence: Sequence1, coefficients: Vector) -> Vector:
         sample, total = self._by_key.get(sequence.key), np.zeros(self.flat.size)
@@ -181,22 +177,19 @@ class _Lab:
 
     def change(self, sample: Sample, **columns: object) -> float:
         """Return by how much the gradient changes with these columns."""
-        return self.differ(self.gradient(sample), self.gradient(sample.replace(**columns, id=f"{sample.id} changed")))
+        return self.effect(sample, sample.replace(**columns, id=f"{sample.id} changed"))
 
-
-def _other_id(sample: Sample, at: int) -> NDArray[np.int64]:
-    ids = sample.token_ids.astype(np.int64)
-    others = [token for token in ids.tolist() if token != ids[at]]
-    ids[at] = others[len(others) // 2]
-    return ids
+    def effect(self, sample: Sample, other: Sample) -> float:
+        """Return by how much the gradients of two samples differ."""
+        return self.differ(self.gradient(sample), self.gradient(other))
 
 
 def _tokens(lab: _Lab) -> Iterator[Finding]:
     for name in ("plain", "tools"):  # ..##..   ..##.###...
         sample = lab.made[name]
         last = int(np.flatnonzero(sample.loss_mask)[-1])
-        after = lab.change(sample, token_ids=_other_id(sample, last + 1))
-        end = lab.change(sample, token_ids=_other_id(sample, len(sample.loss_mask) - 1))
+        after = lab.effect(sample, other_id(sample, last + 1))
+        end = lab.effect(sample, other_id(sample, len(sample.loss_mask) - 1))
         if after > lab.tolerance or end > lab.tolerance:
             bug = "mask one token late" if end <= lab.tolerance else "a token sees later ones, or context is trained"
             yield Finding(
@@ -205,7 +198,7 @@ def _tokens(lab: _Lab) -> Iterator[Finding]:
                 f"last token by {end:.1%}",
                 fix=Fix.MASK,
             )
-        if lab.change(sample, token_ids=_other_id(sample, last)) <= lab.tolerance:
+        if lab.effect(sample, other_id(sample, last)) <= lab.tolerance:
             yield Finding(
                 bug="mask one token early",
                 found="another token in place of the last trained one changes nothing: it is not trained",
@@ -213,7 +206,7 @@ def _tokens(lab: _Lab) -> Iterator[Finding]:
             )
     sample = lab.made["plain"]
     only = sample.replace(loss_mask=np.arange(6) == 2, id="plain, first token alone")
-    if lab.change(only, token_ids=_other_id(only, 1)) <= lab.tolerance:
+    if lab.effect(only, other_id(only, 1)) <= lab.tolerance:
         yield Finding(
             bug="token t is not predicted from token t - 1 (shifted twice)",
             found="another token before the trained one changes nothing",

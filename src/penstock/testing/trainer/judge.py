@@ -16,7 +16,7 @@ from penstock.arrays import Sample
 from penstock.testing.trainer.bugs import catalogue
 from penstock.testing.trainer.fits import Measured, fits
 from penstock.testing.trainer.reference import Reference, Vector, listed
-from penstock.testing.trainer.samples import STAGES
+from penstock.testing.trainer.samples import STAGES, other_id
 from penstock.testing.trainer.simulated import Fix, Hypothesis, Simulator
 
 _ROUNDS = 3
@@ -224,10 +224,10 @@ class Judge:
         model's. If it is, a later token matters only because it is trained."""
         one = next(one for one in self._measured if one.probe.samples[0].id == "plain")  # ..##..
         sample, length = one.probe.samples[0], max(float(np.linalg.norm(one.gradient)), 1e-300)
-        later = float(np.linalg.norm(self._train(_other_id(sample, -1)) - one.gradient)) / length
+        later = float(np.linalg.norm(self._train(other_id(sample, -1)) - one.gradient)) / length
         if later > self._tolerance and other:
             return "a token sees later ones", "use causal attention"
-        before = float(np.linalg.norm(self._train(_other_id(sample, 1)) - one.gradient)) / length
+        before = float(np.linalg.norm(self._train(other_id(sample, 1)) - one.gradient)) / length
         if before <= self._tolerance:
             return "the token before does not matter", Fix.SHIFT
         return None
@@ -282,13 +282,6 @@ class Judge:
         names = [one.probe.samples[i].id for i in used]
         text = f"{', '.join(names)} have {listed(found)} times the weight they should have"
         return text + (f", and {rest:.1%} of the gradient is none of theirs" if rest > 2 * self._tolerance else "")
-
-
-def _other_id(sample: Sample, at: int) -> Sample:
-    """Return the sample with another id at one place, one that it has elsewhere."""
-    ids = sample.token_ids.astype(np.int64)
-    ids[at] = ids[3] if ids[at] != ids[3] else ids[2]
-    return sample.replace(token_ids=ids, id=f"{sample.id} with another token {at}")
 
 
 def _others(candidates: Sequence[_Candidate]) -> tuple[str, ...]:

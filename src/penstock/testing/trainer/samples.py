@@ -226,6 +226,14 @@ def _advantages(shape: Shape, mask: NDArray[np.bool_]) -> float | NDArray[np.flo
     return values
 
 
+def other_id(sample: Sample, at: int) -> Sample:
+    """Return the sample with another id at one place, one that it has elsewhere."""
+    ids = sample.token_ids.astype(np.int64)
+    others = [token for token in ids.tolist() if token != ids[at]]
+    ids[at] = others[len(others) // 2]
+    return sample.replace(token_ids=ids, id=f"{sample.id} with another token {at}")
+
+
 def uniform(vocabulary: int) -> Logprobs:
     """Return log-probabilities of a model that knows nothing: near those of a fresh one."""
     return lambda ids, temperatures: np.full(len(ids), -math.log(vocabulary))
