@@ -209,7 +209,9 @@ class TaskRun:
         assert (one.prompt, one.epoch, one.attempt) == (self.order.next(), times + 1, 0)
 
     def _learn(self, until: int) -> None:
-        for event in events_between(self.engine.log, self.seen, until) if self.order is not None else ():
+        if self.order is None:
+            return
+        for event in events_between(self.engine.log, self.seen, until):
             task = read_task(event.group)
             name = "" if task is None else self.numbers[task.prompt]
             self.order.observe(Named(event.outcome, name, event.rewards, event.step))
