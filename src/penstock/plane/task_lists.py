@@ -13,6 +13,7 @@ from functools import partial
 from itertools import islice
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 
 from penstock.arrays import MAX_TEXT, run_name_problem
@@ -63,6 +64,8 @@ class _Upload:
     """Chunk -> place of its first prompt, and number of prompts."""
     opening: list[Ticket] = field(default_factory=list)
     """Clients to answer once the list is open."""
+    behind: list[tuple[Ticket, OfferPrompts]] = field(default_factory=list)
+    """Offers of the same prompts under another name or with other settings. They wait until this one is open."""
     numbering: Iterator[bytes] | None = None
     """Numbers the prompts, a piece with each call. The last item is the numbers of all."""
 
@@ -94,8 +97,11 @@ class PromptLists:
                 self._leases.decide(opened, partial(self._when_open, [ticket]))
             return
         upload = self._uploads.get(offer.digest) or self._begin(offer)
-        if upload.opening:
+        if upload.opening and _settings(offer) == _settings(upload.offer):
             upload.opening.append(ticket)
+            return
+        if upload.opening:
+            upload.behind.append((ticket, offer))
             return
         missing = tuple(islice((n for n in range(len(offer.chunks)) if n not in upload.have), _MISSING))
         if missing:
@@ -196,10 +202,23 @@ class PromptLists:
         if error is None:
             self._uploads.pop(upload.offer.digest, None)
         self._when_open(tickets, error)
+        behind, upload.behind = upload.behind, []
+        for ticket, offer in behind:
+            try:
+                self.offer(ticket, offer)
+            except PenstockError as problem:
+                if ends_plane(problem):
+                    raise
+                self._reply(ticket, problem)
 
     def _when_open(self, tickets: list[Ticket], error: PenstockError | None) -> None:
         for ticket in tickets:
             self._reply(ticket, PromptsOffered(ticket=ticket[1]) if error is None else error)
+
+
+def _settings(offer: OfferPrompts) -> OfferPrompts:
+    """Return everything that an offer says, whoever makes it."""
+    return msgspec.structs.replace(offer, ticket=0)
 
 
 def _opened(offer: OfferPrompts, base: int, places: bytes, since: int) -> OpenList:
