@@ -17,6 +17,7 @@ from penstock.arrays import Column, words_for
 from penstock.convert import advantage_named, filter_named
 from penstock.errors import CorruptFrame, InvalidInput, PenstockError, StorageError
 from penstock.frames import (
+    NO_LATE,
     WITHOUT,
     Buffer,
     EvalMetadata,
@@ -229,7 +230,7 @@ class Intake:
         """Return the metadata, if it matches the frame's size and the plane's limits."""
         metadata, size = GroupMetadata.from_bytes(group.raw_metadata), parse_location(group.location).size
         name = f"group {group.id!r}"
-        if metadata.late:
+        if metadata.late != NO_LATE:
             raise CorruptFrame(f"{name}: metadata with late values; attach them after the put")
         if metadata.group != group.id or not metadata.num_samples:
             raise CorruptFrame(f"{name}: the metadata is of group {metadata.group!r}, {metadata.num_samples} samples")
