@@ -24,11 +24,11 @@ from penstock.frames.late_columns import LateColumns as LateColumns
 from penstock.frames.late_columns import attach_late as attach_late
 from penstock.frames.late_columns import late_digests as late_digests
 from penstock.frames.late_columns import with_late as with_late
-from penstock.frames.late_frames import LateValuesFrame as LateValuesFrame
-from penstock.frames.late_frames import check_late as check_late
-from penstock.frames.late_frames import encode_values as encode_values
-from penstock.frames.late_frames import is_late as is_late
-from penstock.frames.late_frames import read_group as read_group
+from penstock.frames.late_merging import LateValuesFrame as LateValuesFrame
+from penstock.frames.late_merging import check_late as check_late
+from penstock.frames.late_merging import encode_values as encode_values
+from penstock.frames.late_merging import is_late as is_late
+from penstock.frames.late_merging import read_group as read_group
 from penstock.frames.layout import MAGIC as MAGIC
 from penstock.frames.layout import PREFIX_SIZE as PREFIX_SIZE
 from penstock.frames.layout import Block as Block

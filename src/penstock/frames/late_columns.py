@@ -2,7 +2,7 @@
 
 The frame in storage stays as it was, and so do its digests. A step takes late values from the metadata: they reach a
 rank with its picks, and the rank gives them to the samples that it read. Values per token go another way
-(`late_frames`).
+(`late_merging`).
 
     frame       samples a b c, without rewards
     metadata    late rewards  1.0  0.0  NaN       c has none: it was scored as an error, and no step takes it
@@ -29,7 +29,7 @@ LateValues: TypeAlias = Mapping[str, NDArray[np.float32]]
 LATE_COLUMNS = ("rewards", "advantages")
 """Columns of one number per sample that may be attached after a put. Their values are kept with the metadata."""
 LATE_IN_FRAME = ("teacher_logprobs", "teacher_topk_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")
-"""Columns with values per token that may be attached after a put, as may a run's own columns (`late_frames`). What the
+"""Columns with values per token that may be attached after a put, as may a run's own columns (`late_merging`). What the
 sampler knows, such as `logprobs`, must be there when a group is put. `teacher_topk_ids` come with their
 log-probabilities."""
 NO_DIGEST, ERROR_DIGEST = b"\0" * 16, b"\xff" * 16

@@ -17,6 +17,7 @@ from penstock.arrays import Column, words_for
 from penstock.convert import advantage_named, filter_named
 from penstock.errors import CorruptFrame, InvalidInput, PenstockError, StorageError
 from penstock.frames import (
+    NO_LATE,
     WITHOUT,
     Buffer,
     EvalMetadata,
@@ -232,7 +233,7 @@ class Intake:
         """Return the metadata, if it matches the frame's size and the plane's limits."""
         metadata, size = GroupMetadata.from_bytes(group.raw_metadata), parse_location(group.location).size
         name = f"group {group.id!r}"
-        if metadata.late:
+        if metadata.late != NO_LATE:
             raise CorruptFrame(f"{name}: metadata with late values; attach them after the put")
         if metadata.group != group.id or not metadata.num_samples:
             raise CorruptFrame(f"{name}: the metadata is of group {metadata.group!r}, {metadata.num_samples} samples")
@@ -282,7 +283,7 @@ class Intake:
             if group.is_evaluation:
                 metadata, group.eval_metadata = self.check_evaluation(group.id, group.frame)
             else:
-                metadata = self.check(group.id, group.frame, is_partial=group.is_partial)
+                metadata = self._check_partial(group) if group.is_partial else self.check(group.id, group.frame)
             self._checked(group, metadata)
         except PenstockError as error:
             group.error = error
@@ -290,11 +291,18 @@ class Intake:
             text = f"group {group.id!r}: {type(error).__name__}: {error}; its frame cannot be read"
             group.error = InvalidInput(text)
 
-    def check(self, group: str, frame: Buffer, *, is_partial: bool = False) -> GroupMetadata:
+    def check(self, group: str, frame: Buffer) -> GroupMetadata:
         """Return the metadata of a frame. Raises what is wrong with the frame."""
         drop, seq_len = self._settings.over_length == "drop", self._settings.packing.seq_len
+        metadata = check_group(frame, group=group, seq_len=seq_len, limits=self.limits, drop=drop)
+        self._check_metadata(metadata)
+        return metadata
+
+    def _check_partial(self, group: Incoming) -> GroupMetadata:
+        """`check` of a group of which some samples got a late column."""
+        drop, seq_len = self._settings.over_length == "drop", self._settings.packing.seq_len
         metadata = check_group(
-            frame, group=group, seq_len=seq_len, limits=self.limits, drop=drop, is_partial=is_partial
+            group.frame, group=group.id, seq_len=seq_len, limits=self.limits, drop=drop, is_partial=True
         )
         self._check_metadata(metadata)
         return metadata
