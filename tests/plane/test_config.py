@@ -161,10 +161,11 @@ def test_a_wrong_value_is_blamed_on_whoever_gave_it() -> None:
     given.assign("timeouts.peer_s=3")
     with pytest.raises(ConfigError, match=r"^plane\.toml and the command line: timeouts: peer_s 3\.0"):
         server_settings(given)
-    given = Given(tables(), "plane.toml")
-    given.assign("listen=[]")
-    with pytest.raises(ConfigError, match=r"^the command line: listen: empty"):
-        server_settings(given)
+    for text in ("listen=[]", "listen="):
+        given = Given(tables(), "plane.toml")
+        given.assign(text)
+        with pytest.raises(ConfigError, match=r"^the command line: listen: empty"):
+            server_settings(given)
 
 
 def test_open_takes_every_setting_of_a_plane_and_no_other() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import xxhash
@@ -21,19 +22,20 @@ from tests.support.task_model import TaskRun
 GROUPS = 2
 
 
-def opened(open_engine: OpenEngine, window: float, target: int = 2) -> DirectEngine:
+def opened(open_engine: OpenEngine, window: float, target: int = 2, **settings: Any) -> DirectEngine:
     return open_engine(
         ranks=1,
         target=Target(groups=GROUPS),
         replay=Replay(sampler=WindowedFifo(target, window), capacity=1000),
         needs=("rewards",),
         needs_deadline_s=3600.0,
+        **settings,
     )
 
 
-def put(engine: DirectEngine, name: str, *, late: bool) -> int:
+def put(engine: DirectEngine, name: str, *, late: bool, env: str = "") -> int:
     """Returns the op."""
-    samples = named_group(name)
+    samples = named_group(name, env=env)
     if late:
         samples = [sample.replace(rewards=None, advantages=None) for sample in samples]
     frame = encode(samples)
@@ -83,6 +85,34 @@ def test_a_group_that_is_dropped_while_it_waits_holds_nothing_back(open_engine: 
         put(engine, name, late=False)
     score(engine, "slow", fails=True)
     assert train(engine) == ["a", "b"]
+
+
+def test_a_put_without_rewards_opens_no_second_window_for_younger_groups(open_engine: OpenEngine) -> None:
+    engine = opened(open_engine, window=0.5)  # 6 in flight: two may overtake, and 3 that wait are enough
+    tasks = TaskRun(engine, random.Random(0))
+    tasks.open(["slow"], epochs=1)
+    tasks.lease(1)
+    ((number, task),) = tasks.leased.items()
+    for name in "ab":
+        put(engine, name, late=False)
+    assert train(engine) == ["a", "b"]
+    put(engine, task.group, late=True)
+    for name in "cd":
+        put(engine, name, late=False)
+    assert f"dispatch {number} has not arrived, and 2 of at most 2" in str(train(engine))
+    score(engine, task.group)
+    assert train(engine) == [task.group, "c"]
+
+
+def test_an_environment_waits_for_its_own_rewards_only(open_engine: OpenEngine) -> None:
+    engine = opened(open_engine, window=0.0, env_weights={"math": 1.0, "code": 1.0})
+    put(engine, "slow", late=True, env="math")
+    for name, env in (("a", "code"), ("b", "math"), ("c", "code")):
+        put(engine, name, late=False, env=env)
+    assert not engine.tenant_tables.table("math").may_sample(1)
+    assert engine.tenant_tables.table("code").may_sample(2)
+    score(engine, "slow")
+    assert sorted(train(engine)) == ["a", "slow"]
 
 
 class Model:

@@ -434,7 +434,7 @@ class ServerSettings(PlaneSettings):
         PlaneSettings.__post_init__(self)
         if not self.folder and (self.log is None or self.storage is None):
             raise ConfigError("folder: missing; give the run's folder, or both log=postgresql://... and storage=...")
-        if not self.listen:
+        if not self.listen or "" in self.listen:
             raise ConfigError("listen: empty; give at least one address where clients can connect")
 
 
