@@ -4,7 +4,6 @@ from penstock.view.diff import compare as compare
 from penstock.view.export import NoExport as NoExport
 from penstock.view.export import TokenExporter as TokenExporter
 from penstock.view.folders import EXPORTS as EXPORTS
-from penstock.view.happened import note_death as note_death
 from penstock.view.keep_rules import EveryKth as EveryKth
 from penstock.view.keep_rules import Everything as Everything
 from penstock.view.keep_rules import First as First
@@ -27,6 +26,7 @@ from penstock.view.record import OF_SAMPLE as OF_SAMPLE
 from penstock.view.record import TABLE as TABLE
 from penstock.view.record import Record as Record
 from penstock.view.record import Skipped as Skipped
+from penstock.view.run_events import note_death as note_death
 from penstock.view.run_files import at_work as at_work
 from penstock.view.run_files import new_rows as new_rows
 from penstock.view.static_page import write_page as write_page
