@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.commands.tables import Progress, aligned
+from penstock.commands.tables import Progress
 from penstock.commands.which_run import RUN_HELP, export_folder
 from penstock.view import EVALUATION, Export, Skipped, Step, tally
 
@@ -89,20 +89,21 @@ _CELLS = (
 
 
 def _table(reports: list[dict[str, Any]]) -> str:
+    heads = "".join(f"{head:>11}" for head, _, _ in _CELLS)
     runs = {report["run"] for report in reports}
-    masks = ("is_masked", "is_masked_high", "is_masked_low")
+    wide = max(map(len, runs)) + 2 if len(runs) > 1 else 0
+
+    def named(run: str) -> str:
+        return f"{run:<{wide}}" if wide else ""
+
     step = "version" if runs == {EVALUATION} else "step"
-    rows = [["run", step, "records", "trained", *(head for head, _, _ in _CELLS), "masked", "high", "low"]]
+    lines = [f"{named('run')}{step:>7}{'records':>9}{'trained':>10}{heads}{'masked':>9}{'high':>9}{'low':>9}"]
     for report in reports:
         cells = [report[name][what] if report[name] else None for _, name, what in _CELLS]
-        masked = [report["masked_fraction"].get(name) for name in masks]
-        rows.append(
-            [
-                *(report["run"], f"{report['step']}", f"{report['records']:,}", f"{report['loss_tokens']:,}"),
-                *("-" if cell is None else format(cell, ".4g") for cell in cells),
-                *("-" if cell is None else format(cell, ".2%") for cell in masked),
-            ]
+        masked = [report["masked_fraction"].get(name) for name in ("is_masked", "is_masked_high", "is_masked_low")]
+        lines.append(
+            f"{named(report['run'])}{report['step']:>7}{report['records']:>9,}{report['loss_tokens']:>10,}"
+            + "".join(f"{'-' if cell is None else format(cell, '.4g'):>11}" for cell in cells)
+            + "".join(f"{'-' if cell is None else format(cell, '.2%'):>9}" for cell in masked)
         )
-    if len(runs) < 2:
-        return "\n".join(aligned([row[1:] for row in rows], left=0))
-    return "\n".join(aligned(rows, left=1))
+    return "\n".join(lines)

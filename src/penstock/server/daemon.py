@@ -32,7 +32,7 @@ from penstock.errors import ConfigError, Fenced
 from penstock.log import Log
 from penstock.plane import PlaneLoop, ServerSettings, note_listening, open_log, run_folder
 from penstock.server.http_api import HttpApi, find_token
-from penstock.server.log_format import LineFormatter
+from penstock.server.log_format import log_lines
 from penstock.server.metrics_page import MetricsPage, metrics_token
 from penstock.server.prometheus import Snapshot
 from penstock.server.watchdog import Watchdog, die_with_parent
@@ -298,12 +298,7 @@ def _logging(path: str | None) -> Iterator[None]:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             stream = stack.enter_context(Path(path).open("a", encoding="utf-8"))
             os.dup2(stream.fileno(), 2)  # output of the watchdog and of libraries goes to the file too
-        handler = logging.StreamHandler(stream)
-        handler.setFormatter(LineFormatter())
-        root = logging.getLogger("penstock")
-        root.addHandler(handler)
-        root.setLevel(logging.INFO)
-        stack.callback(root.removeHandler, handler)
+        stack.callback(log_lines(stream))
         faulthandler.enable(2, all_threads=True)
         faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
         stack.callback(faulthandler.unregister, signal.SIGUSR1)

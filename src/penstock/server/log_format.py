@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+from collections.abc import Callable
+from typing import IO
 
 
 def printable(text: str) -> str:
@@ -36,11 +38,20 @@ class LineFormatter(logging.Formatter):
         return printable(line)
 
 
-def log_lines() -> None:
-    """Write Penstock's log lines to stderr in a host process, such as a Ray actor, whose stderr goes to Ray's logs."""
-    handler = logging.StreamHandler()
+def log_lines(stream: IO[str] | None = None) -> Callable[[], None]:
+    """Write Penstock's log lines to a stream, stderr by default. Returns a function that ends this.
+
+    A host process, such as a Ray actor, gets each line once: loggers above Penstock's do not see them.
+    """
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(LineFormatter())
     root = logging.getLogger("penstock")
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     root.propagate = False
+
+    def end() -> None:
+        root.removeHandler(handler)
+        root.propagate = True
+
+    return end

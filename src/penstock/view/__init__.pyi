@@ -1,10 +1,10 @@
 from penstock.view.access import new_token as new_token
+from penstock.view.curve_events import note_death as note_death
 from penstock.view.diff import Difference as Difference
 from penstock.view.diff import compare as compare
 from penstock.view.export import NoExport as NoExport
 from penstock.view.export import TokenExporter as TokenExporter
 from penstock.view.folders import EXPORTS as EXPORTS
-from penstock.view.happened import note_death as note_death
 from penstock.view.keep_rules import EveryKth as EveryKth
 from penstock.view.keep_rules import Everything as Everything
 from penstock.view.keep_rules import First as First
@@ -20,6 +20,7 @@ from penstock.view.plot_step import Timing as Timing
 from penstock.view.plot_step import draw as draw
 from penstock.view.plot_step import picture as picture
 from penstock.view.plot_step import timing_of as timing_of
+from penstock.view.readable_step import Step as Step
 from penstock.view.reader import Export as Export
 from penstock.view.reader import StepFolder as StepFolder
 from penstock.view.reader import read_file as read_file
@@ -30,7 +31,6 @@ from penstock.view.record import Skipped as Skipped
 from penstock.view.run_files import at_work as at_work
 from penstock.view.run_files import new_rows as new_rows
 from penstock.view.static_page import write_page as write_page
-from penstock.view.step import Step as Step
 from penstock.view.tallies import tally as tally
 from penstock.view.vocabulary import open_vocabulary as open_vocabulary
 from penstock.view.web import serving as serving

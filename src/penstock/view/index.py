@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from penstock.errors import UnknownKey
 from penstock.view.masking_rules import disagreement
+from penstock.view.readable_step import ReadLine, Step
 from penstock.view.record import OF_SAMPLE, Record, Skipped
-from penstock.view.step import ReadLine, Step
 from penstock.view.step_tokens import StepTokens
 from penstock.view.tallies import Tally, reward_of, trains
 

@@ -28,8 +28,8 @@ from penstock.packing import pack
 from penstock.runs import LoggedStep, evaluations_of, logged_steps, stored_samples
 from penstock.view.batch_records import BatchCopy
 from penstock.view.jsonl import encode_line
+from penstock.view.readable_step import ReadLine, Step
 from penstock.view.record import Record, Skipped, place_fields
-from penstock.view.step import ReadLine, Step
 from penstock.view.tallies import moments_of
 
 logger = logging.getLogger("penstock.view")

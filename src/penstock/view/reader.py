@@ -20,8 +20,8 @@ from penstock.errors import ConfigError, CorruptFile, InvalidInput, UnknownKey
 from penstock.view.folders import EXPORTS, STABLE, Done, exports_of, marked_ranks, read_done, step_folder, steps_in
 from penstock.view.jsonl import MalformedLine, encode_line, parse_line
 from penstock.view.plane_steps import EVALUATION, PlaneStep, PlaneSteps, evaluation_steps
+from penstock.view.readable_step import ReadLine, Step
 from penstock.view.record import Record, Skipped
-from penstock.view.step import ReadLine, Step
 
 MAX_LINE_BYTES = 1 << 30
 """Longer lines are skipped unread. 5 million tokens take about half of it."""

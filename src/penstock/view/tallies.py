@@ -29,6 +29,23 @@ class Moments(msgspec.Struct, frozen=True, kw_only=True):
     min: float
     max: float
 
+    @staticmethod
+    def of(values: Array) -> Moments | None:
+        """Return the moments of the finite values, None if there are none."""
+        total = float(values.sum(dtype=np.float64))
+        if not np.isfinite(total):  # some value is NaN or infinite: rare, so filter only then
+            values = values[np.isfinite(values)]
+            total = float(values.sum(dtype=np.float64))
+        if not len(values):
+            return None
+        return Moments(count=len(values), mean=total / len(values), min=float(values.min()), max=float(values.max()))
+
+    def plus(self, other: Moments) -> Moments:
+        """Return the moments of both sets of numbers."""
+        count = self.count + other.count
+        mean = (self.mean * self.count + other.mean * other.count) / count
+        return Moments(count=count, mean=mean, min=min(self.min, other.min), max=max(self.max, other.max))
+
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """A tally as in markers, `penstock tokens --json` and the viewer. None where nothing was counted."""
@@ -51,39 +68,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class Spread:
-    """Count, sum and extremes of finite numbers."""
-
-    count: int = 0
-    total: float = 0.0
-    low: float = np.inf
-    high: float = -np.inf
-
-    def add(self, values: Array) -> None:
-        total = float(values.sum(dtype=np.float64))
-        if not np.isfinite(total):  # some value is NaN or infinite: rare, so filter only then
-            values = values[np.isfinite(values)]
-            total = float(values.sum(dtype=np.float64))
-        if len(values):
-            self.count += len(values)
-            self.total += total
-            self.low = min(self.low, float(values.min()))
-            self.high = max(self.high, float(values.max()))
-
-    def merge(self, other: Moments) -> None:
-        """Add the values summarized by `other`."""
-        self.count += other.count
-        self.total += other.mean * other.count
-        self.low, self.high = min(self.low, other.min), max(self.high, other.max)
-
-    def moments(self) -> Moments | None:
-        """Return the moments, None if nothing was counted."""
-        if not self.count:
-            return None
-        return Moments(count=self.count, mean=self.total / self.count, min=self.low, max=self.high)
-
-
-@dataclass(slots=True)
 class Tally:
     """Sums over records, or over the tallies of ranks."""
 
@@ -95,7 +79,8 @@ class Tally:
     """Trained tokens of records with known masks: the denominator of masked fractions."""
     idle: int | None = 0
     """Records that train nothing; None if that is not known of some."""
-    spreads: dict[str, Spread] = field(default_factory=lambda: {name: Spread() for name in (*MEASURED, *OF_SAMPLES)})
+    moments: dict[str, Moments] = field(default_factory=dict)
+    """By name, of MEASURED over trained tokens and of OF_SAMPLES over records. Absent if nothing was counted."""
 
     def add(self, record: Record) -> None:
         columns, mask = record.columns, record.columns["loss_mask"]
@@ -106,7 +91,7 @@ class Tally:
         self.loss_tokens += trained
         for name in MEASURED:
             if name in columns:
-                self.spreads[name].add(columns[name][mask])
+                self._count(name, Moments.of(columns[name][mask]))
         if all(name in columns for name in MASKS):
             self.compared_tokens += trained
             for name in MASKS:
@@ -114,12 +99,14 @@ class Tally:
         self._add_sample(record)
 
     def _add_sample(self, record: Record) -> None:
-        reward, staleness = reward_of(record), record.fields.get("staleness")
-        self.spreads["length"].add(np.array([record.num_tokens]))
-        if reward is not None:
-            self.spreads["reward"].add(np.array([reward]))
-        if staleness is not None:
-            self.spreads["staleness"].add(np.array([staleness]))
+        of_sample = (reward_of(record), record.num_tokens, record.fields.get("staleness"))
+        for name, value in zip(OF_SAMPLES, of_sample, strict=True):
+            if value is not None:
+                self._count(name, Moments.of(np.array([value])))
+
+    def _count(self, name: str, more: Moments | None) -> None:
+        if more is not None:
+            self.moments[name] = self.moments[name].plus(more) if name in self.moments else more
 
     def merge(self, summary: Summary) -> None:
         """Add another tally."""
@@ -128,10 +115,8 @@ class Tally:
         self.idle = None if self.idle is None or summary.idle is None else self.idle + summary.idle
         for name in MASKS:
             self.masked[name] += summary.masked.get(name, 0)
-        for name, spread in self.spreads.items():
-            moments = getattr(summary, name)
-            if moments is not None:
-                spread.merge(moments)
+        for name in (*MEASURED, *OF_SAMPLES):
+            self._count(name, getattr(summary, name))
 
     def summary(self) -> Summary:
         """Return the sums and fractions."""
@@ -142,7 +127,7 @@ class Tally:
             compared_tokens=self.compared_tokens,
             masked=dict(self.masked),
             masked_fraction={name: n / self.compared_tokens for name, n in self.masked.items() if self.compared_tokens},
-            **{name: spread.moments() for name, spread in self.spreads.items()},
+            **self.moments,
             idle=self.idle,
         )
 
@@ -162,10 +147,8 @@ def tally(records: Iterable[Record]) -> Tally:
 
 def moments_of(values: Iterable[float | None]) -> dict[str, float] | None:
     """Return count, mean and extremes of the known numbers as plain data."""
-    spread = Spread()
-    spread.add(np.array([value for value in values if value is not None]))
-    found: dict[str, float] | None = msgspec.to_builtins(spread.moments())
-    return found
+    found = Moments.of(np.array([value for value in values if value is not None]))
+    return None if found is None else msgspec.structs.asdict(found)
 
 
 def trains(record: Record) -> bool:

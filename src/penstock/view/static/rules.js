@@ -67,6 +67,30 @@
     return any.map((masked, i) => (masked ? (high && high[i] ? HIGH : low && low[i] ? LOW : OTHER) : 0));
   };
 
+  // Count what a rule masks in samples, beside what training masked. Null if no sample has the columns it uses.
+  ps.countRule = function (samples, name, thresholds) {
+    const sum = { trained: 0, masked: 0, high: 0, low: 0, samples: 0 };
+    const beside = { in_training: 0, both: 0, now_only: 0, training_only: 0 };
+    let [known, exported] = [false, false];
+    for (const sample of samples) {
+      const live = ps.judge(sample, name, thresholds);
+      const trained = ps.exported(sample);
+      sum.trained += sample.columns.loss_mask.reduce((a, b) => a + b, 0);
+      [known, exported] = [known || live !== null, exported || trained !== null];
+      if (live && live.some(Boolean)) sum.samples += 1;
+      for (let i = 0; live && i < sample.count; i++) {
+        const was = trained && trained[i];
+        if (was) beside.in_training += 1;
+        if (live[i]) {
+          sum.masked += 1;
+          sum[live[i] === 1 ? "high" : "low"] += 1;
+          beside[was ? "both" : "now_only"] += 1;
+        } else if (was) beside.training_only += 1;
+      }
+    }
+    return known ? { ...sum, ...(exported ? beside : {}) } : null;
+  };
+
   // Boxes for thresholds; `changed` is called as valid ones are typed.
   ps.thresholdBoxes = function (thresholds, changed, prefix) {
     return Object.entries(thresholds).map(([name, value]) => {

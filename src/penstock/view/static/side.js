@@ -106,8 +106,6 @@
     return words.join(", ");
   }
 
-  const count = (masks) => (masks ? masks.reduce((sum, mask) => sum + (mask ? 1 : 0), 0) : 0);
-
   // What a rule masks beside what training masked, as a table; `of` is the number of trained tokens.
   ps.ruleTable = function (found, prefix) {
     const row = (name, value, id) =>
@@ -135,21 +133,9 @@
 
   function recount() {
     live = ps.judge(sample, rule, thresholds);
-    if (!live) {
-      parts.counts.replaceChildren(ps.el("p", { class: "dim" }, "This sample has no values for this rule."));
-      onRule(null);
-      drawMarks();
-      return;
-    }
-    const found = { trained: count(sample.columns.loss_mask), masked: count(live), both: 0, now_only: 0 };
-    found.high = live.reduce((sum, mask) => sum + (mask === 1 ? 1 : 0), 0);
-    found.low = found.masked - found.high;
-    if (exported) {
-      for (let i = 0; i < sample.count; i++) if (live[i]) found[exported[i] ? "both" : "now_only"] += 1;
-      found.in_training = count(exported);
-      found.training_only = found.in_training - found.both;
-    }
-    parts.counts.replaceChildren(ps.ruleTable(found, ""));
+    const found = ps.countRule([sample], rule, thresholds);
+    const none = "This sample has no values for this rule.";
+    parts.counts.replaceChildren(found ? ps.ruleTable(found, "") : ps.el("p", { class: "dim" }, none));
     onRule(live);
     drawMarks();
   }

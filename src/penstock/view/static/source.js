@@ -74,30 +74,6 @@
       if (key.startsWith("sample?")) yield [Number(new URLSearchParams(key.slice(7)).get("sample")), opened(answer)];
   }
 
-  // Count over the samples in the page what the server counts over a step.
-  function countRule(rule, thresholds) {
-    const sum = { trained: 0, masked: 0, high: 0, low: 0, samples: 0, in_training: 0, both: 0, now_only: 0 };
-    sum.training_only = 0;
-    let known = false;
-    for (const [, sample] of embeddedSamples()) {
-      const live = ps.judge(sample, rule, thresholds);
-      const trained = ps.exported(sample);
-      known = known || live !== null;
-      sum.trained += sample.columns.loss_mask.reduce((a, b) => a + b, 0);
-      if (live && live.some(Boolean)) sum.samples += 1;
-      for (let i = 0; live && i < sample.count; i++) {
-        const was = trained && trained[i];
-        if (was) sum.in_training += 1;
-        if (live[i]) {
-          sum.masked += 1;
-          sum[live[i] === 1 ? "high" : "low"] += 1;
-          sum[was ? "both" : "now_only"] += 1;
-        } else if (was) sum.training_only += 1;
-      }
-    }
-    return known ? sum : null;
-  }
-
   function searchEmbedded(query) {
     const wanted = query.trim().toLowerCase();
     const ids = /^\d+([\s,]+\d+)*$/.test(wanted) ? " " + wanted.split(/[\s,]+/).join(" ") + " " : null;
@@ -127,7 +103,9 @@
       (await ask("dropped_group", { ...ofRun(at), group })).samples.map((one) => opened(one)),
     sample: async (at) => opened(await ask("sample", { ...ofStep(at), sample: at.sample })),
     whatIf: (at, rule, thresholds) =>
-      embedded ? countRule(rule, thresholds) : ask("whatif", { ...ofStep(at), rule, ...thresholds }),
+      embedded
+        ? ps.countRule([...embeddedSamples()].map(([, sample]) => sample), rule, thresholds)
+        : ask("whatif", { ...ofStep(at), rule, ...thresholds }),
     search: (at, query) => (embedded ? searchEmbedded(query) : ask("search", { ...ofStep(at), query })),
     image: (digest) => (embedded ? embedded.images[digest] || null : "image/" + encodeURIComponent(digest)),
     // Drop the cached answer about a run that has new steps.
