@@ -72,6 +72,8 @@ def test_environments_are_given_once_where_all_are_the_same() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"loss_tokens": bytes(15)}, "15 bytes of loss_tokens; 2 samples take 16"),
+        ({"lengths": bytes(24)}, "24 bytes of lengths; 2 samples take 16"),
         ({"rewards": bytes(7)}, "rewards of 1.75 samples; it has 2"),
         ({"rewards": bytes(4)}, "rewards of 1 samples; it has 2"),
         ({"truncated": b"\1"}, "truncated of 1 samples; it has 2"),

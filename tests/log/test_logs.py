@@ -113,3 +113,14 @@ class TestPostgres(EngineSuite):
 
     def set_format(self, folder: Path, number: int) -> None:
         self.server.execute(f'UPDATE "{schema_of(self.run(folder))}".run SET format = {number}')
+
+
+def test_a_log_with_larger_pages_counts_its_own_bytes(tmp_path: Path) -> None:
+    """Versions before this one made logs with pages of 16 kB, and such a log keeps them."""
+    with closing(sqlite3.connect(tmp_path / "log.sqlite")) as made:
+        made.execute("PRAGMA page_size=16384")
+        made.execute("PRAGMA journal_mode=WAL")
+    with closing(SqliteLog(tmp_path)) as log:
+        log.shrink()
+        assert log.used_bytes == (tmp_path / "log.sqlite").stat().st_size
+        assert log.first("PRAGMA page_size") == (16384,)

@@ -173,18 +173,17 @@ def _check_sizes(found: GroupMetadata) -> None:
     """Raise unless per-sample fields have one entry per sample, counts are possible, and metrics are few."""
     count = found.num_samples
     for name in _ARRAYS:
-        if len(getattr(found, name)) != 8 * count:
-            raise CorruptFrame(
-                f"metadata of a group: {name} of {len(getattr(found, name))} bytes; it has {count} samples"
-            )
+        size = len(getattr(found, name))
+        if size != 8 * count:
+            raise CorruptFrame(f"metadata of a group: {size} bytes of {name}; {count} samples take {8 * count}")
     sizes = {"rewards": len(found.rewards) / 4, "truncated": len(found.truncated), "seconds": len(found.seconds)}
     if found.late:
         sizes |= {f"late {name}": len(data) / 4 for name, data in found.late.values.items()}
         sizes |= {f"digests of late {name}": len(data) / 16 for name, data in found.late.digests.items()}
         sizes["samples left out"] = len(found.late.left_out)
-    for name, size in sizes.items():
-        if size not in (0, count):
-            raise CorruptFrame(f"metadata of a group: {name} of {size:g} samples; it has {count}")
+    for name, entries in sizes.items():
+        if entries not in (0, count):
+            raise CorruptFrame(f"metadata of a group: {name} of {entries:g} samples; it has {count}")
     if (found.versions or found.version_terms) and (
         problem := versions_problem(found.versions, found.version_terms, np.frombuffer(found.loss_tokens, "<i8"))
     ):
