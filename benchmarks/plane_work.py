@@ -195,9 +195,9 @@ class _CountingIntake(Intake):
 
     checks = 0
 
-    def check(self, group: str, frame: Buffer, *, is_partial: bool = False) -> GroupMetadata:
+    def check(self, group: str, frame: Buffer) -> GroupMetadata:
         self.checks += 1
-        return super().check(group, frame, is_partial=is_partial)
+        return super().check(group, frame)
 
 
 def blocked_producer(seconds: float) -> Row:

@@ -45,7 +45,7 @@ def train(plane: ps.Plane, steps: int) -> None:
 
 def take(plane: ps.Plane, count: int = 1, **settings: Any) -> list[Task]:
     """The next tasks, held by the caller."""
-    tasks = iter(plane.tasks(NAMES, lease_s=0.5, **settings))
+    tasks = iter(plane.tasks(NAMES, lease_s=0.5 * pace(), **settings))
     return [next(tasks) for _ in range(count)]
 
 

@@ -31,7 +31,7 @@ class PlainIntake(Intake):
         name, _, _ = msgspec.msgpack.decode(frame, type=tuple[str, int, int])
         return run_of_group(name), ""
 
-    def check(self, group: str, frame: Buffer, *, is_partial: bool = False) -> GroupMetadata:
+    def check(self, group: str, frame: Buffer) -> GroupMetadata:
         return plain_metadata(group, frame)
 
     def _metadata_of(self, group: Incoming) -> GroupMetadata:
