@@ -19,7 +19,7 @@ from penstock.commands.top import _from_plane, page
 from penstock.convert import ZeroVariance
 from penstock.errors import InvalidInput, UnknownKey
 from penstock.protocol import MAX_PROMPT_BYTES
-from tests.support.pace import eventually
+from tests.support.pace import eventually, pace
 from tests.support.planes import FAST, OpenPlane
 
 NAMES = [f"p{number}" for number in range(6)]
