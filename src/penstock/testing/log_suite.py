@@ -143,16 +143,18 @@ class LogSuite:
         assert dict(again.records()) == {1: HandOut(kind="prompt", keys=("k", "l"), worker="w", lease_s=2.5)}
         again.close()
 
-    def test_metadata_and_kinds_of_a_group_are_replaced(self, tmp_path: Path) -> None:
+    def test_metadata_kinds_and_frame_of_a_group_are_replaced(self, tmp_path: Path) -> None:
         log = self.open(tmp_path)
         with log.transaction():
             log.add_groups([(row(1), b"before"), (row(2), b"other")])
         with log.transaction():
             log.set_metadata(1, b"\0after", (("advantages", "with"),))
+            log.set_frame(1, "s:7:9", b"\0" * 16)
         log.close()
         again = self.open(tmp_path)
         assert again.metadata_of([1, 2]) == {1: b"\0after", 2: b"other"}
         assert [found.kinds for found in again.groups()] == [(("advantages", "with"),), ()]
+        assert (again.location_at(1), again.digest_of(row(1).id)) == ("s:7:9", b"\0" * 16)
         again.close()
 
     def test_groups_come_in_order_and_as_they_are_asked_for(self, tmp_path: Path) -> None:
