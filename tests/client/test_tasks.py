@@ -19,7 +19,7 @@ from penstock.commands.top import _from_plane, page
 from penstock.convert import ZeroVariance
 from penstock.errors import InvalidInput, UnknownKey
 from penstock.protocol import MAX_PROMPT_BYTES
-from tests.support.pace import eventually
+from tests.support.pace import eventually, pace
 from tests.support.planes import FAST, OpenPlane
 
 NAMES = [f"p{number}" for number in range(6)]
@@ -45,7 +45,7 @@ def train(plane: ps.Plane, steps: int) -> None:
 
 def take(plane: ps.Plane, count: int = 1, **settings: Any) -> list[Task]:
     """The next tasks, held by the caller."""
-    tasks = iter(plane.tasks(NAMES, lease_s=0.5, **settings))
+    tasks = iter(plane.tasks(NAMES, lease_s=0.5 * pace(), **settings))
     return [next(tasks) for _ in range(count)]
 
 
