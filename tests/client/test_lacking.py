@@ -170,6 +170,18 @@ def test_requests_that_make_no_sense_are_rejected(tmp_path: Path, given: dict[st
         next(iter(plane.lacking("rewards", **given)))
 
 
+def test_a_column_that_no_group_waits_for_is_an_error_and_no_endless_wait(plane: ps.Plane) -> None:
+    with pytest.raises(InvalidInput, match=r"lacking 'rewardz': its groups wait for rewards; open the plane with"):
+        next(iter(plane.lacking("rewardz")))
+
+
+def test_values_of_a_lease_are_given_by_sample(plane: ps.Plane) -> None:
+    put_late(plane, "g")
+    lease = next(iter(plane.lacking("rewards")))
+    with pytest.raises(InvalidInput, match="give values by sample id"):
+        lease.attach([1.0, 0.0])  # type: ignore[arg-type]
+
+
 def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
     with ps.open(tmp_path, **SETTINGS) as plane:
         put_late(plane, "g")

@@ -115,6 +115,9 @@ def test_the_same_value_twice_is_known_and_another_one_a_conflict_that_attaches_
         ("advantages", {"g": {"g/0": 1.0}}, {}, "waits for rewards"),
         ("logprobs", {"g": {"g/0": 1.0}}, {}, "only rewards, advantages, .* may come after the put"),
         ("rewards", {f"g{i}": {} for i in range(257)}, {}, "more than 256 groups"),
+        ("rewards", {"g/0": 1.0}, {}, "give them by group and sample id"),
+        ("rewards", {"g": [1.0, 0.0]}, {}, "give them by group and sample id"),
+        ("rewards", {}, {"g/0": "no"}, "errors: .* give them by group and sample id"),
     ],
 )
 def test_what_cannot_be_attached_is_rejected_with_the_value(
@@ -254,7 +257,8 @@ def test_rewards_so_large_that_advantages_are_not_finite_drop_the_group(open_pla
 
 def test_without_a_deadline_a_put_without_a_needed_column_is_rejected(open_plane: OpenPlane) -> None:
     plane = open_plane(ranks=1, needs=("rewards",))
-    with pytest.raises(InvalidInput, match=r"no rewards in sample 'g/0' \(2 of 2 samples\), which this plane needs"):
+    text = r"no rewards in sample 'g/0' \(2 of 2 samples\), which this plane needs .* set `needs_deadline_s`"
+    with pytest.raises(InvalidInput, match=text):
         put_late(plane, "g", advantage=None)
 
 
@@ -282,7 +286,6 @@ def test_a_name_that_could_not_be_applied_is_an_error_of_the_put(open_plane: Ope
         ({"needs": ("reward",)}, "needs: 'reward': unknown column; did you mean 'rewards'"),
         ({"needs_deadline_s": 5}, r"needs_deadline_s: 5 with needs \(\)"),
         ({"needs": ("logprobs",), "needs_deadline_s": 5}, "name a column that may be attached later"),
-        ({"requires": ("rewards",)}, "it is called `needs`"),
         ({**LATE, "on_missing": "wait"}, "on_missing"),
     ],
 )

@@ -72,6 +72,8 @@ def attach(
     leased: Leased | None = None,
 ) -> Conversation[AttachResult]:
     """Attach values by group and sample."""
+    _check_shape(column, "values", values)
+    _check_shape(column, "errors", errors)
     words = {group: {name: str(why) for name, why in own.items()} for group, own in errors.items()}
     message = AttachValues(ticket=0, column=column, values={}, errors=words)
     if column in LATE_COLUMNS or not any(values.values()):
@@ -90,6 +92,16 @@ def attach(
             yield Call(partial(_leave, leased, stored, answer))
     message = replace(message, groups=tuple(given), digest=xxhash.xxh3_128_digest(frame))
     return _result((yield from _send(connection, message, (frame,))))
+
+
+def _check_shape(column: str, what: str, by_group: object) -> None:
+    """Raise InvalidInput unless these are mappings: group -> sample -> value."""
+    is_nested = isinstance(by_group, Mapping) and all(isinstance(own, Mapping) for own in by_group.values())
+    if not is_nested:
+        raise InvalidInput(
+            f"attach {column}: {what}: {by_group!r:.80}; give them by group and sample id: "
+            '{"group-1": {"group-1/0": ...}}'
+        )
 
 
 def _send(

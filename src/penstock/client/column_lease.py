@@ -123,6 +123,8 @@ class ColumnLease:
         return result
 
     def _by_group(self, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        if not isinstance(values, Mapping):
+            raise InvalidInput(f"attach {self.column}: {values!r:.80}; give values by sample id: {{sample.id: ...}}")
         known: dict[str, list[str]] = {}
         for sample in self.samples:
             known.setdefault(sample.id, []).append(sample.group)
@@ -142,7 +144,7 @@ class ColumnLease:
             _abandon(self._connection, [self._numbers[group] for group, names in self._open.items() if names], reason)
 
     def __repr__(self) -> str:
-        return f"ColumnLease({self.column!r}, {len(self.samples)} samples of {len(self.groups)} groups)"
+        return f"ColumnLease({self.column!r}, samples={len(self.samples)}, groups={len(self.groups)})"
 
 
 def _cancel(lease: weakref.ref[ColumnLease], group: str, reason: str) -> None:

@@ -93,6 +93,7 @@ class ColumnLeases:
         ticket = (peer, message.ticket)
         try:
             _check(message)
+            self._check_column(message.column)
         except InvalidInput as error:
             self._reply(ticket, error)
             return
@@ -100,6 +101,16 @@ class ColumnLeases:
             self._hand_over(ticket, message, self._granted[ticket], None)
         elif ticket not in self._waiting:
             self._waiting[ticket] = _Wanted(message, now + self._hold_s)
+
+    def _check_column(self, column: str) -> None:
+        """Reject a column that no group will ever wait for, such as a misspelt one: its worker would wait forever."""
+        known = self._engine.settings.late_columns
+        if column not in known and column not in self._engine.state.late.free:
+            waits = f"its groups wait for {', '.join(known)}" if known else "its groups wait for no column"
+            raise InvalidInput(
+                f"lacking {column!r:.60}: {waits}; open the plane with {column!r:.60} in `needs`, and with "
+                "`needs_deadline_s`"
+            )
 
     def turn(self, now: float) -> None:
         """Hand out groups to the workers that wait. Costs nothing while none waits. Call it before the leases' turn."""

@@ -26,6 +26,7 @@ from penstock.frames import (
     check_group,
     frame_size,
     front_size,
+    is_late,
     join_metadata,
     metadata_for_evaluation,
     read_head,
@@ -37,6 +38,7 @@ from penstock.plane.settings import PlaneSettings
 from penstock.storage import Storage, Writer, parse_location
 
 _READ_BACK_BYTES = 1 << 20
+_MAY_WAIT = "set `needs_deadline_s` and attach it after the put, "
 _ACCEPT = "or open the plane with untrained_groups='accept'"
 
 
@@ -356,8 +358,9 @@ class Intake:
             if lacking:
                 raise InvalidInput(
                     f"group {metadata.group!r}: no {name} in sample {metadata.ids[lacking[0]]!r} ({len(lacking)} of "
-                    f"{metadata.num_samples} samples), which this plane needs of each trained sample; record it, or "
-                    "open the plane without it in `needs`"
+                    f"{metadata.num_samples} samples), which this plane needs of each trained sample; record it, "
+                    f"{_MAY_WAIT if is_late(name, self._settings.packing.own) else ''}or open the plane without it in "
+                    "`needs`"
                 )
 
     def _awaited(self, group: Incoming, metadata: GroupMetadata) -> Awaited | None:
