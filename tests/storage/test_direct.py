@@ -433,6 +433,5 @@ def test_only_put_and_read_ask_whether_a_client_reaches_storage() -> None:
         "client/direct.py",  # the question, and put
         "client/storage_reader.py",  # read
         "plane/effect_runner.py",  # the setting
-        "plane/loop.py",  # passes on what the others say
-        "plane/peers.py",  # whether a peer has a key to write
+        "plane/loop.py",  # passes on what the others say, and whether a peer has a key to write
     }

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import xxhash
+import zmq
 
 from penstock.errors import (
     CorruptFrame,
@@ -37,7 +38,6 @@ from penstock.plane.feedback import FeedbackReaders
 from penstock.plane.late_frames import LateFrames
 from penstock.plane.leases import Leases
 from penstock.plane.opening import storage_of
-from penstock.plane.peers import may_write, poller_of, writer_of
 from penstock.plane.pipeline import AlteredOnTheWay, Pipeline, pipeline_of
 from penstock.plane.recorder import ends_plane, failure_text, run_at_once
 from penstock.plane.segments import Outside
@@ -49,6 +49,7 @@ from penstock.plane.url_signing import UrlSigning
 from penstock.plane.workers import Threads, Workers
 from penstock.protocol import (
     MAX_ASKED,
+    MAX_NAME,
     Accepted,
     Ask,
     AskFeedback,
@@ -533,3 +534,31 @@ class PlaneLoop:
             "inline_ranks": dict(self.damage.inline),
         }
         return found | more
+
+
+# ------------------------------------------------------------------ clients: a transport, and an address on it
+
+
+def writer_of(peer: Peer) -> str:
+    """Name a client as the writer of segments, for as long as its connection lasts."""
+    assert isinstance(peer, tuple)  # as made in `turn`
+    transport, address = peer
+    return f"{transport.url} {address!r}"[:MAX_NAME]
+
+
+def may_write(peer: Peer) -> bool:
+    assert isinstance(peer, tuple)  # as made in `turn`
+    transport, address = peer
+    return bool(transport.is_writer(address))
+
+
+def poller_of(transports: Sequence[PlaneTransport], workers: Workers) -> zmq.Poller:
+    """Make a poller for transports with a descriptor and for results of workers."""
+    poller = zmq.Poller()
+    for transport in transports:
+        pollable = transport.pollable()
+        if pollable is not None:
+            poller.register(pollable, zmq.POLLIN)
+    if isinstance(workers, Threads):
+        poller.register(workers.wake.descriptor, zmq.POLLIN)
+    return poller

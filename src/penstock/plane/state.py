@@ -60,7 +60,6 @@ from penstock.log import (
 )
 from penstock.plane.bias import Bias
 from penstock.plane.evaluations import Evaluations
-from penstock.plane.freeing import Freeing
 from penstock.plane.group_kinds import count_kinds
 from penstock.plane.late_groups import COLUMN, LateGroups, WaitingGroup
 from penstock.plane.lease_book import RETURNED, Lease, LeaseBook
@@ -68,6 +67,7 @@ from penstock.plane.ledger import Ledger
 from penstock.plane.manifest import Manifest, read_manifest
 from penstock.plane.outcomes import ENDS, Outcomes
 from penstock.plane.priorities import Reports
+from penstock.plane.segments import Freeing
 from penstock.plane.settings import Replay, Target, Unit
 from penstock.plane.snapshot import Saved
 from penstock.plane.task_book import PROMPT, TaskBook
