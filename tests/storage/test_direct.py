@@ -422,7 +422,8 @@ def test_only_put_and_read_ask_whether_a_client_reaches_storage() -> None:
     }
     assert places == {
         "commands/top.py",  # shows who cannot read it
-        "client/column_lease.py",  # a scoring worker reads what it scores
+        "client/attaching.py",  # a scoring worker writes frames with late columns
+        "client/column_lease.py",  # and reads what it scores
         "plane/column_leases.py",  # or is sent it
         "protocol/messages.py",  # what is said about it
         "protocol/admission.py",  # who may write

@@ -68,13 +68,13 @@ def once(values: Array, mask: Array) -> Array:
 def to_trajectory(sample: Sample, **fields: Any) -> Trajectory:
     """Convert a sample back into a trajectory; trained tokens count as sampled. `fields` are those of `Trajectory`.
 
-    Use it to score rewards or compute advantages again with `penstock.convert.make_group`.
+    Use it to score rewards or compute advantages again with `penstock.convert.make_group`. So it has no advantages.
 
     >>> sample = Sample(token_ids=[1, 2, 3], loss_mask=[0, 1, 1], logprobs=[0, -0.5, -0.25], rewards=1.0, env="math")
     >>> to_trajectory(sample)
     Trajectory(2 turns, 3 tokens, 2 sampled, reward=1.0, id='', env='math')
     """
-    columns = {name: cells for name, cells in sample.columns.items() if name in TURN_COLUMNS}
+    columns = {name: cells for name, cells in sample.columns.items() if name in TURN_COLUMNS and name != "advantages"}
     reward = one_number(sample, "rewards")
     facts: dict[str, Any] = {"env": sample.env, "run": sample.run, "mode": sample.mode}
     facts |= {"policy_version": sample.policy_version, "reward": None if reward != reward else reward}
