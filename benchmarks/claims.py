@@ -46,7 +46,7 @@ CLAIMS = (
         figure=2.55,
     ),
     Claim(
-        quote="text of different lengths 2.5 times as fast",
+        quote="text of different lengths 2.5 to 2.9 times as fast",
         bench="path",
         row="text 512 x up to 4k",
         rival=_QUEUE,
@@ -54,7 +54,7 @@ CLAIMS = (
     ),
     Claim(quote="of one length 1.4 to 1.5", bench="path", row="text 512 x 4k", rival=_QUEUE, figure=1.35),
     Claim(
-        quote="a batch in one call 1.3 to 1.7",
+        quote="a batch in one call 1.3 to 1.9",
         bench="path",
         row="text 512 x 4k, 2 ranks, put_many",
         rival=f"{_QUEUE}, whole batch",
