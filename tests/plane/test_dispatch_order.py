@@ -10,9 +10,8 @@ from penstock.config import build
 from penstock.errors import ConfigError
 from penstock.frames import encode
 from penstock.plane.settings import PlaneSettings, Replay, Target
-from penstock.protocol.steps import Staged
 from penstock.replay import Paced, WindowedFifo
-from tests.support.engines import DirectEngine
+from tests.support.engines import DirectEngine, train_next
 from tests.support.groups import named_group
 from tests.support.planes import OpenEngine
 
@@ -21,17 +20,6 @@ def put(engine: DirectEngine, *names: int) -> None:
     for name in names:
         assert engine.put(name, str(name), encode(named_group(str(name), tokens=10))) is None
         assert all(outcome.error is None for outcome in engine.flush())
-
-
-def train(engine: DirectEngine) -> list[str] | str:
-    step = engine.last_step + 1
-    staged = engine.plan_step(step)
-    if not isinstance(staged, Staged):
-        return staged
-    names = [next(engine.log.groups_of([op])).id for op in engine.state.steps[step].groups]
-    engine.received(step)
-    engine.commit(step, None)
-    return names
 
 
 @pytest.mark.parametrize("target", [Target(groups=2), Target(samples=4), Target(tokens=40)], ids=str)
@@ -43,14 +31,14 @@ def test_a_step_waits_for_a_gap_and_says_so_but_not_for_ever(
     engine = open_engine(tmp_path, **settings)  # 6 in flight: a window of 2, and 4 that wait are enough
     put(engine, 0, 1)
     engine.tenant_tables.table("").expect(0)  # older than everything, and never put
-    assert "dispatch 0 has not arrived" in str(train(engine))
+    assert "dispatch 0 has not arrived" in str(train_next(engine))
     assert "dispatch 0 has not arrived" in engine._missing()
     before = engine.tenant_tables.save()
     put(engine, 2, 3)
-    assert train(engine) == ["0", "1"]  # four wait: enough
-    assert isinstance(train(engine), str)
+    assert train_next(engine) == ["0", "1"]  # four wait: enough
+    assert isinstance(train_next(engine), str)
     engine.tenant_tables.load(engine.tenant_tables.save())  # as a snapshot: it still waits for it
-    assert isinstance(train(engine), str)
+    assert isinstance(train_next(engine), str)
     engine.tenant_tables.load(before)
     assert engine.tenant_tables.waits_for()
 
@@ -61,13 +49,13 @@ def test_groups_without_a_task_keep_the_order_of_acceptance_and_a_restart_draws_
     settings = {"ranks": 1, "replay": Replay(sampler=WindowedFifo(1)), "snapshot_every": 4}
     engine = open_engine(tmp_path, **settings)
     put(engine, *range(9))
-    assert [train(engine) for _ in range(3)] == [["0", "1"], ["2", "3"], ["4", "5"]]
+    assert [train_next(engine) for _ in range(3)] == [["0", "1"], ["2", "3"], ["4", "5"]]
     row = engine.state.row_of("7")
     assert engine.state.dispatch_of(row) == row.op
     engine.close()
     engine.log.close()
     again = open_engine(tmp_path, **settings)
-    assert train(again) == ["6", "7"]
+    assert train_next(again) == ["6", "7"]
 
 
 def test_the_plane_tells_the_window_how_many_groups_make_a_step() -> None:

@@ -11,10 +11,9 @@ import xxhash
 from penstock.frames import encode
 from penstock.plane.settings import Replay, Target
 from penstock.protocol import AttachValues, GiveBack
-from penstock.protocol.steps import Staged
 from penstock.replay import WindowedFifo
 from tests.replay.test_windowed_fifo import plainly_allowed
-from tests.support.engines import DirectEngine
+from tests.support.engines import DirectEngine, train_next
 from tests.support.groups import named_group
 from tests.support.planes import OpenEngine
 from tests.support.task_model import TaskRun
@@ -55,27 +54,16 @@ def score(engine: DirectEngine, name: str, *, fails: bool = False) -> None:
     engine.late.flush()
 
 
-def train(engine: DirectEngine) -> list[str] | str:
-    step = engine.last_step + 1
-    staged = engine.plan_step(step)
-    if not isinstance(staged, Staged):
-        return staged
-    names = [next(engine.log.groups_of([op])).id for op in engine.state.steps[step].groups]
-    engine.received(step)
-    engine.commit(step, None)
-    return names
-
-
 def test_training_waits_for_a_reward_in_order_of_dispatch_and_goes_on_when_it_is_there(open_engine: OpenEngine) -> None:
     engine = opened(open_engine, window=0.0)
     first = put(engine, "slow", late=True)
     for name in "ab":
         put(engine, name, late=False)
-    assert f"dispatch {first} has not arrived" in str(train(engine))
+    assert f"dispatch {first} has not arrived" in str(train_next(engine))
     engine.recorder.rebuild()
-    assert isinstance(train(engine), str)
+    assert isinstance(train_next(engine), str)
     score(engine, "slow")
-    assert train(engine) == ["slow", "a"]
+    assert train_next(engine) == ["slow", "a"]
 
 
 def test_a_group_that_is_dropped_while_it_waits_holds_nothing_back(open_engine: OpenEngine) -> None:
@@ -84,7 +72,7 @@ def test_a_group_that_is_dropped_while_it_waits_holds_nothing_back(open_engine: 
     for name in "ab":
         put(engine, name, late=False)
     score(engine, "slow", fails=True)
-    assert train(engine) == ["a", "b"]
+    assert train_next(engine) == ["a", "b"]
 
 
 def test_a_put_without_rewards_opens_no_second_window_for_younger_groups(open_engine: OpenEngine) -> None:
@@ -95,13 +83,13 @@ def test_a_put_without_rewards_opens_no_second_window_for_younger_groups(open_en
     ((number, task),) = tasks.leased.items()
     for name in "ab":
         put(engine, name, late=False)
-    assert train(engine) == ["a", "b"]
+    assert train_next(engine) == ["a", "b"]
     put(engine, task.group, late=True)
     for name in "cd":
         put(engine, name, late=False)
-    assert f"dispatch {number} has not arrived, and 2 of at most 2" in str(train(engine))
+    assert f"dispatch {number} has not arrived, and 2 of at most 2" in str(train_next(engine))
     score(engine, task.group)
-    assert train(engine) == [task.group, "c"]
+    assert train_next(engine) == [task.group, "c"]
 
 
 def test_an_environment_waits_for_its_own_rewards_only(open_engine: OpenEngine) -> None:
@@ -112,7 +100,7 @@ def test_an_environment_waits_for_its_own_rewards_only(open_engine: OpenEngine) 
     assert not engine.tenant_tables.table("math").may_sample(1)
     assert engine.tenant_tables.table("code").may_sample(2)
     score(engine, "slow")
-    assert sorted(train(engine)) == ["a", "slow"]
+    assert sorted(train_next(engine)) == ["a", "slow"]
 
 
 class Model:
@@ -168,9 +156,9 @@ class Model:
     def restart(self) -> None:
         self.engine.recorder.rebuild()
 
-    def train(self, window: int, enough: int) -> None:
+    def train_next(self, window: int, enough: int) -> None:
         allowed = plainly_allowed(dict(self.places), window, enough)
-        found = train(self.engine)
+        found = train_next(self.engine)
         if len(allowed) < GROUPS:
             assert isinstance(found, str), (found, allowed, self.places)
             return
@@ -188,5 +176,5 @@ def test_every_history_agrees_with_a_plain_list(open_engine: OpenEngine, seed: i
     acts = [model.lease, model.put, model.put, model.put, model.score, model.score, model.give_back, model.restart]
     for _ in range(80):
         rng.choice(acts)()
-        model.train(window, max(GROUPS, flight - window))
+        model.train_next(window, max(GROUPS, flight - window))
     assert sum(place == "taken" for place in model.places.values()) > 4

@@ -48,6 +48,12 @@ def test_a_group_put_without_rewards_is_leased_scored_and_held(client: Client) -
     assert client.ask("GET", "/v1/ledger")[1]["held"] == 2
 
 
+def test_a_column_that_no_group_waits_for_is_an_error_over_http_too(client: Client) -> None:
+    code, problem = ask(client, "/v1/lacking", column="rewardz", timeout=0)
+    assert (code, problem["error"]) == (400, "InvalidInput")
+    assert "its groups wait for rewards" in problem["message"]
+
+
 def test_a_lease_over_http_runs_out_and_the_group_goes_to_another_judge(client: Client) -> None:
     client.put(without_rewards("b"))
     assert ask(client, "/v1/lacking", column="rewards", lease_s=0.5)[1]["samples"]

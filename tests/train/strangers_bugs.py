@@ -509,7 +509,7 @@ MODEL = [
         columns=changed(position_ids=lambda c: c["position_ids"] + 1),
     ),
     bug(
-        "positions start anew at each turn",
+        "positions start at 0 at each turn",
         "Positions count from the start of a turn and not from that of the sample.",
         columns=changed(position_ids=since_turn_start),
     ),

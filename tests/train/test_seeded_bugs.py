@@ -142,7 +142,7 @@ STRANGERS_NAMED = {
     "mask rolled by one": "mask one token early",
     "boundaries one token late": "boundaries of attention are one token late",
     "positions start at 1": "positions begin at 1",
-    "positions start anew at each turn": "positions begin at 0 again after every turn",
+    "positions start at 0 at each turn": "positions begin at 0 again after every turn",
     "a little dropout": "the gradient is random",
     "one temperature per row": "temperature of the first token of the row",
     "temperature after the softmax": "log-probabilities are divided by the temperature, and not logits",

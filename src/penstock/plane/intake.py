@@ -301,7 +301,7 @@ class Intake:
         return metadata
 
     def _check_partial(self, group: Incoming) -> GroupMetadata:
-        """`check` of a group of which some samples got a late column."""
+        """`check` for a group in which only some samples have a late column."""
         drop, seq_len = self._settings.over_length == "drop", self._settings.packing.seq_len
         metadata = check_group(
             group.frame, group=group.id, seq_len=seq_len, limits=self.limits, drop=drop, is_partial=True
