@@ -145,7 +145,9 @@ def run_loader(folder: Path, url: str, number: int) -> None:
         at = int(saved.read_text()) if saved.exists() else 0
         for first in range(at, len(order), _BATCH):
             if (first - at) // _BATCH % _SAVE_EVERY == _SAVE_EVERY - 1:
-                saved.write_text(str(first + _BATCH))  # as a loader that has read one batch ahead does
+                ahead = saved.with_suffix(".new")
+                ahead.write_text(str(first + _BATCH))  # as a loader that has read one batch ahead does
+                ahead.replace(saved)
             for name in order[first : first + _BATCH]:
                 with plane.group(name, policy_version=plane.policy_version) as group:
                     rollouts(group, rng)

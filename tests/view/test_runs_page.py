@@ -65,6 +65,27 @@ def test_a_folder_of_runs_is_a_table_that_follows_them(page: Any, tmp_path: Path
     assert page.errors == []
 
 
+def test_a_late_answer_does_not_replace_the_page_opened_meanwhile(page: Any, tmp_path: Path) -> None:
+    (tmp_path / "now").mkdir()
+    make_export(tmp_path / "now", steps=2, ranks=1, groups=2, size=2)
+    held: list[Any] = []
+    with serving(Library(folder=tmp_path)) as (url, _, _):
+        page.goto(url)
+        page.wait_for_selector("#runs")
+        page.route("**/api/step?*", lambda request: held.append(request))
+        page.goto(url + "#/step/now/~/2")
+        page.wait_for_selector("#tab-step.on")
+        page.keyboard.press("0")
+        page.wait_for_selector("#runs")
+        for request in held:
+            with page.expect_response("**/api/step?*") as answer:
+                request.continue_()
+            answer.value.finished()
+        page.evaluate("fetch('api/overview').then((later) => later.text())")  # what follows the answer is done
+        assert len(held) == 1 and page.locator("#runs").count() == 1 and page.locator("#step-counts").count() == 0
+    assert page.errors == []
+
+
 def test_a_run_is_no_folder_of_runs_and_what_is_no_run_is_left_out(tmp_path: Path) -> None:
     write_lines(tmp_path / "runs" / "a" / "metrics.jsonl", [{"step": 3, "train/reward": 0.5}, {"step": 4}])
     (tmp_path / "runs" / "empty").mkdir()

@@ -123,8 +123,10 @@
 
   // ---------------------------------------------------------------- what is shown
 
-  async function showStep() {
-    step = await ps.source.step(at);
+  async function showStep(key) {
+    const found = await ps.source.step(at);
+    if (key !== shownKey) return; // the reader opened another step meanwhile
+    step = found;
     ps.filters.prepare(step.samples);
     ps.list.show(byId("list"), step.samples, at, (index) => {
       document.body.classList.remove("listing");
@@ -212,35 +214,63 @@
     go({ page: "run", export: run.export, run: run.run, step: steps[steps.length - 1] ?? 0, sample: -1, token: -1 });
   }
 
-  async function showPrompts(page) {
+  async function loadPrompts() {
     const gone = (step) => `Step ${step} cannot be opened: it was not exported, and its frames are freed.`;
     const open = (step) =>
       runNow().steps.includes(step) ? go({ page: "groups", step, sample: -1, token: -1 }) : notice(gone(step));
     const of = ps.query.get("of");
     if (of) {
       const name = (ps.query.get("name") || "=").slice(1);
-      return ps.overSteps(page, await ps.source.overSteps(at, of, name), of, name, open);
+      const found = await ps.source.overSteps(at, of, name);
+      return (page) => ps.overSteps(page, found, of, name, open);
     }
-    ps.promptsPage(page, await ps.source.history(at), open);
+    const found = await ps.source.history(at);
+    return (page) => ps.promptsPage(page, found, open);
   }
 
-  async function showPage() {
-    const page = byId("page");
-    if (at.page === "runs") return void ps.runsPage(page, await ps.source.runs(), openRun);
-    if (at.page === "run") {
-      const words = ps.top.stateOf(runNow())[1];
-      return void (await ps.runPage.show(page, { ...at }, otherRuns(), words, openNearest));
+  async function loadRun(place) {
+    const [others, words] = [otherRuns(), ps.top.stateOf(runNow())[1]];
+    const runs = await ps.runPage.load(place, others);
+    return (page) => ps.runPage.show(page, runs, others, words, openNearest);
+  }
+
+  function openMicroBatch(rank, micro) {
+    ps.query.set({ rank, micro });
+    shownKey = "";
+    go({ page: "samples", sample: -1, token: -1 });
+  }
+
+  // Ask for what the page shows. Returns the function that draws it.
+  async function loadPage(place) {
+    if (place.page === "run") return loadRun(place);
+    if (place.page === "prompts") return loadPrompts();
+    if (place.page === "runs") {
+      const found = await ps.source.runs();
+      return (page) => ps.runsPage(page, found, openRun);
     }
-    if (at.page === "prompts") return void (await showPrompts(page));
-    if (at.page === "dropped") return void ps.droppedPage(page, await ps.source.dropped(at), at);
-    if (!runNow().steps.length) return void ps.fill(page, ps.el("p", { class: "empty" }, ps.top.stateOf(runNow())[1]));
-    const found = await ps.source.step(at);
-    if (at.page === "groups") return void ps.groupsPage(page, found, at, openSample);
-    ps.stepPage(page, found, at, (rank, micro) => {
-      ps.query.set({ rank, micro });
-      shownKey = "";
-      go({ page: "samples", sample: -1, token: -1 });
-    });
+    if (place.page === "dropped") {
+      const found = await ps.source.dropped(place);
+      return (page) => ps.droppedPage(page, found, place);
+    }
+    const words = ps.top.stateOf(runNow())[1];
+    if (!runNow().steps.length) return (page) => ps.fill(page, ps.el("p", { class: "empty" }, words));
+    const found = await ps.source.step(place);
+    if (place.page === "groups") return (page) => ps.groupsPage(page, found, place, openSample);
+    return (page) => ps.stepPage(page, found, place, openMicroBatch);
+  }
+
+  let asked = 0; // pages asked for so far
+
+  // Draw the page, unless the reader opens another one before its data arrives.
+  async function showPage() {
+    const mine = ++asked;
+    let draw = null;
+    try {
+      draw = await loadPage({ ...at });
+    } catch (error) {
+      if (mine === asked) throw error;
+    }
+    if (mine === asked) draw(byId("page"));
   }
 
   async function showSamples(before) {
@@ -249,7 +279,8 @@
     if (fresh) {
       byId("middle").setAttribute("aria-busy", "true");
       shownKey = key;
-      await showStep();
+      await showStep(key);
+      if (key !== shownKey) return;
       byId("middle").removeAttribute("aria-busy");
     }
     const first = at.sample < 0 ? ps.list.first() : at.sample;
@@ -273,8 +304,11 @@
     for (const id of ["list", "middle", "side"]) byId(id).hidden = !isSamples;
     byId("page").hidden = isSamples;
     try {
-      if (isSamples) await showSamples(before);
-      else await showPage();
+      if (!isSamples) await showPage();
+      else {
+        asked += 1;
+        await showSamples(before);
+      }
     } catch (error) {
       shownKey = "";
       notice(error.message);

@@ -295,17 +295,14 @@
   }
 
   ps.runPage = {
-    // Show a run, and those chosen to be shown with it; `others` are all runs there are.
-    async show(element, at, others, words, opens) {
-      open = opens;
+    // Ask for a run, and for those chosen to be shown with it; `others` are all runs there are.
+    load(at, others) {
       const wanted = others.filter((other) => state.over().includes(other.key));
-      const runs = await Promise.all(
-        [at, ...wanted.map((other) => other.at)].map(async (one) => ({
-          at: one,
-          name: nameOf(one),
-          found: await ps.source.run(one),
-        })),
-      );
+      const load = async (one) => ({ at: one, name: nameOf(one), found: await ps.source.run(one) });
+      return Promise.all([at, ...wanted.map((other) => other.at)].map(load));
+    },
+    show(element, runs, others, words, opens) {
+      open = opens;
       shown = runs;
       for (const run of runs) ps.live.follow(run.at, run.found.at);
       page = element;
