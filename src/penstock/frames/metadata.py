@@ -49,6 +49,7 @@ _MAX_BYTES = 1 << 26
 WITH, WITHOUT = "with", "without"
 _ARRAYS = ("lengths", "kept", "loss_tokens", "kept_loss_tokens", "patches", "stub", "stub_patches")
 """Numbers per sample, as int64."""
+_I8 = np.dtype("<i8")
 MAX_METRICS, MAX_METRIC_NAME = 32, 64
 
 
@@ -264,7 +265,7 @@ def metadata_of(
         )
     columns = tuple(table.has)
     found = node_prefixes(samples, prefixes if prefixes is not None and prefixes.any else None)
-    shares = bool(found.lengths.any() or found.parted.any())
+    shares = bool(np.count_nonzero(found.lengths) or np.count_nonzero(found.parted))
     versions: list[int] = samples.policy_versions.tolist()
     return GroupMetadata(
         group=group,
@@ -279,8 +280,8 @@ def metadata_of(
         columns=columns,
         ids=samples.ids,
         modes=_one_for_all(table.mode),
-        **{name: getattr(table, name).astype("<i8").tobytes() for name in _ARRAYS},
-        term_tokens=table.term_tokens.astype("<i8").tobytes(),
+        **{name: getattr(table, name).astype(_I8, copy=False).tobytes() for name in _ARRAYS},
+        term_tokens=table.term_tokens.astype(_I8, copy=False).tobytes(),
         modality=table.modality.tobytes(),
         has=np.array([table.has[name] for name in columns]).T.tobytes(),
         parents=tuple(found.parents.tolist()) if shares else (),
@@ -420,8 +421,11 @@ def _kinds(group: str, table: SampleMetadata, *, is_partial: bool) -> dict[str, 
     for name, modes in ALL_OR_NONE.items():
         if name not in table.has and present.isdisjoint(modes):
             continue
-        lacking = table.lacking(name)
         have = int(np.count_nonzero(table.has[name])) if name in table.has else 0
+        if have == len(table):
+            found[name] = WITH
+            continue
+        lacking = table.lacking(name)
         if have and lacking.any() and not is_partial:
             raise InvalidInput(
                 f"group {group!r}: sample {table.ids[int(lacking.argmax())]!r} has no {name}, which {have} other "
