@@ -165,7 +165,7 @@ class _Quiet:
 
 
 class _Worker:
-    """Runs the units that it is given. Asks for the next before the last test of a unit, which leaves fixtures to it."""
+    """Runs the units that it is given. Asks for the next before the last test of one, which leaves fixtures to it."""
 
     def __init__(self, session: pytest.Session, line: Connection) -> None:
         self._session, self._line = session, line
