@@ -5,11 +5,6 @@ from penstock.view.diff import compare as compare
 from penstock.view.export import NoExport as NoExport
 from penstock.view.export import TokenExporter as TokenExporter
 from penstock.view.folders import EXPORTS as EXPORTS
-from penstock.view.keep_rules import EveryKth as EveryKth
-from penstock.view.keep_rules import Everything as Everything
-from penstock.view.keep_rules import First as First
-from penstock.view.keep_rules import Keep as Keep
-from penstock.view.keep_rules import Worst as Worst
 from penstock.view.library import Library as Library
 from penstock.view.library import is_run_folder as is_run_folder
 from penstock.view.library import run_folders as run_folders
@@ -31,6 +26,11 @@ from penstock.view.record import Skipped as Skipped
 from penstock.view.run_files import at_work as at_work
 from penstock.view.run_files import new_rows as new_rows
 from penstock.view.static_page import write_page as write_page
+from penstock.view.step_files import EveryKth as EveryKth
+from penstock.view.step_files import Everything as Everything
+from penstock.view.step_files import First as First
+from penstock.view.step_files import Keep as Keep
+from penstock.view.step_files import Worst as Worst
 from penstock.view.tallies import tally as tally
 from penstock.view.vocabulary import open_vocabulary as open_vocabulary
 from penstock.view.web import serving as serving

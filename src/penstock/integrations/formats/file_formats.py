@@ -19,8 +19,7 @@ from penstock.frames import MAGIC, by_group
 from penstock.integrations.formats.agent_lightning import read_agent_lightning
 from penstock.integrations.formats.atif import MARK as ATIF_MARK
 from penstock.integrations.formats.atif import read_atif
-from penstock.integrations.formats.file_or_stream import Options, Place
-from penstock.integrations.formats.lost import Lost
+from penstock.integrations.formats.file_or_stream import Lost, Options, Place
 from penstock.integrations.formats.penstock_files import (
     plane_folder_in,
     read_export,
