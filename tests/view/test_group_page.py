@@ -160,6 +160,8 @@ def test_rules_are_counted_over_the_whole_step(at: Any, home: Path) -> None:
     page.fill("#step-threshold-low", "-3")
     assert page.eval_on_selector("#step-threshold-low", "e => !e.checkValidity()")
     assert page.text_content("#step-live-masked") == before
+    page.click("#step-reset")
+    assert page.input_value("#step-threshold-low") == "0.2" and page.input_value("#step-threshold-high") == "5"
     drawn = "c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v)"
     assert page.eval_on_selector("#step-ratio", drawn) and page.eval_on_selector("#step-kl", drawn)
     keep_pictures(page, ARTIFACTS, "step")

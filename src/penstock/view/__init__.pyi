@@ -11,6 +11,7 @@ from penstock.view.library import run_folders as run_folders
 from penstock.view.parquet import ParquetFile as ParquetFile
 from penstock.view.parquet import upload_records as upload_records
 from penstock.view.plane_steps import EVALUATION as EVALUATION
+from penstock.view.plane_steps import plane_of as plane_of
 from penstock.view.plot_step import Timing as Timing
 from penstock.view.plot_step import draw as draw
 from penstock.view.plot_step import picture as picture

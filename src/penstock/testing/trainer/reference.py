@@ -204,5 +204,5 @@ def _plain(name: str) -> str:
     return name
 
 
-def listed(values: Sequence[float] | Vector, digits: int = 3) -> str:
-    return ", ".join(f"{value:.{digits}g}" for value in values)
+def listed(values: Sequence[float] | Vector) -> str:
+    return ", ".join(f"{value:.3g}" for value in values)
