@@ -81,7 +81,7 @@ def lowest(wheel: Path, source: Path, folder: Path) -> Iterator[str]:
     install: list[str | Path] = [UV, "pip", "install", "--quiet", "--python", python]
     subprocess.run([*install, "--resolution", "lowest-direct", *PROJECT["dependencies"]], check=True)
     subprocess.run([*install, "--no-deps", wheel], check=True)
-    subprocess.run([*install, "pytest", "pytest-timeout", "pytest-xdist", "hypothesis"], check=True)
+    subprocess.run([*install, "pytest", "pytest-timeout", "hypothesis"], check=True)
     listed = subprocess.run([*install[:2], "freeze", "--python", python], check=True, capture_output=True, text=True)
     versions = dict(line.lower().split("==") for line in listed.stdout.split() if "==" in line)
     for name, least in (requirement.split(">=") for requirement in PROJECT["dependencies"]):
@@ -94,7 +94,7 @@ def lowest(wheel: Path, source: Path, folder: Path) -> Iterator[str]:
     programs: dict[str, list[str | Path]] = {
         "examples/quickstart.py": [source / "examples" / "quickstart.py"],
         f"tests of {', '.join(TESTED)}": [
-            *("-m", "pytest", "-n", "2", "-m", "not slow and not deep and not process"),
+            *("-m", "pytest", "--workers", "2", "-m", "not slow and not deep and not process"),
             *tests,
         ],
     }

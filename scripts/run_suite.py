@@ -3,11 +3,11 @@
     .venv/bin/python scripts/run_suite.py
 
 Three parts run at the same time: the checks; the tests of packages that take seconds to import (verifiers, TRL), in one
-process; and all other tests, in six workers. Every worker imports all test modules, so in one
-run each would import these packages. What the first two print is shown when they end.
+process; and all other tests, in six workers, which would wait for these imports. What the first two print is shown when
+they end.
 
 Six workers for two cores: tests with processes wait half of their time. With four the cores were idle for a sixth of
-the run. Each worker costs 10 s of core time in a fresh clone, for importing and rewriting the test modules.
+the run. One process imports the test modules; the workers are forked from it (`tests/support/workers.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PARTS = {
     "integrations": [*PYTEST, "--doctest-modules", *SLOW_TO_IMPORT],
     "tests": [
         *PYTEST,
-        *("-n", "6", "--dist", "loadscope", "--no-loadscope-reorder", "--doctest-modules", "tests", "src"),
+        *("--workers", "6", "--doctest-modules", "tests", "src"),
         *(f"--ignore={path}" for path in (*SLOW_TO_IMPORT, *IN_CHECKS)),
     ],
 }

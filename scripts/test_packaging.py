@@ -146,11 +146,11 @@ def build(folder: Path) -> tuple[Path, Path]:
 
 
 def test_core(wheel: Path, source: Path, folder: Path, version: str, python: Path) -> bool:
-    tools = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis"]
+    tools = ["pytest", "pytest-timeout", "hypothesis"]
     environment = Environment(folder / f"core-{version}", python, [str(wheel), *tools])
     shutil.rmtree(source / "src", ignore_errors=True)  # only what is installed may be found
     tests = [path.relative_to(source) for path in core_tests(source)]
-    fast = ["-m", "not slow and not deep and not process", "-n", "2", "--dist", "loadscope"]
+    fast = ["-m", "not slow and not deep and not process", "--workers", "2"]
     code = environment.run("-m", "pytest", *fast, *tests, cwd=source)
     code = code or environment.run("-m", "penstock.cli", "doctor", cwd=folder)
     return code == 0

@@ -9,8 +9,8 @@ import select
 import sys
 from collections.abc import Sequence
 
-from penstock.commands.first_sign import FirstSign
 from penstock.commands.parsing import MissingWords, Parser, suggestion
+from penstock.commands.tables import FirstSign
 from penstock.errors import PenstockError
 from penstock.extras import missing
 from penstock.server import printable

@@ -15,8 +15,8 @@ import pytest
 
 from penstock.cli import COMMANDS, GROUPS, main, overview
 from penstock.commands import demo
-from penstock.commands.first_sign import QUIET_S
 from penstock.commands.parsing import fitted
+from penstock.commands.tables import QUIET_S
 
 pytestmark = pytest.mark.process
 
@@ -117,7 +117,7 @@ def test_long_words_are_not_torn() -> None:
 
 SLOW = """
 import sys, threading
-from penstock.commands.first_sign import FirstSign
+from penstock.commands.tables import FirstSign
 with FirstSign("storage"):
     threading.Event().wait(float(sys.argv[1]))
     print("ready")

@@ -17,8 +17,7 @@ from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames import encode_group
 from penstock.frames.metadata import check_group, metadata_of_pieces
 from penstock.integrations.formats.file_formats import convert_files
-from penstock.integrations.formats.file_or_stream import Place
-from penstock.integrations.formats.lost import Lost
+from penstock.integrations.formats.file_or_stream import Lost, Place
 from penstock.integrations.formats.responses import to_trajectory
 from penstock.integrations.formats.sample_lines import read_lines, write_lines
 from penstock.integrations.trainers.trl_samples import from_trl, rollout_fields

@@ -29,6 +29,7 @@ def test_trainer_and_sampler_agree_with_masks_and_visibly_not_without(capsys: py
     assert found.without.largest > 0.1 and found.without.mismatch_kl > 1e-2
 
 
+@pytest.mark.deep
 def test_without_top_p_there_are_no_masks_and_no_difference() -> None:
     found = measure(1.0, prompts=4)
     assert found.kept == 12 and found.with_masks == found.without

@@ -12,7 +12,7 @@ import pytest
 from penstock.errors import InvalidInput
 from penstock.integrations.formats.atif import from_atif
 from penstock.integrations.formats.file_formats import convert_files, read_samples
-from penstock.integrations.formats.lost import Lost
+from penstock.integrations.formats.file_or_stream import Lost
 
 
 def agent(number: int, prompt: list[int], said: list[int], **more: Any) -> dict[str, Any]:

@@ -62,8 +62,7 @@ def put(folder: Path, samples: list[ps.Sample]) -> str:
 
 def read(path: str) -> list[ps.Sample]:
     from penstock.integrations.formats.file_formats import format_to_read
-    from penstock.integrations.formats.file_or_stream import Place
-    from penstock.integrations.formats.lost import Lost
+    from penstock.integrations.formats.file_or_stream import Lost, Place
 
     kind = format_to_read(Place(path))
     assert kind.read is not None

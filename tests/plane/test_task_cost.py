@@ -38,6 +38,7 @@ def cost_s(run: TaskRun) -> float:
     return sorted(took)[len(took) // 2]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ORDERS)
 def test_a_lease_costs_the_same_with_few_and_with_many_prompts(open_engine: OpenEngine, name: str) -> None:
     few = opened(open_engine, ORDERS[name], 100)

@@ -18,7 +18,7 @@ from penstock.arrays.columns import Array
 from penstock.packing import MicroBatch, pack
 from penstock.train.terms import Terms
 from penstock.view.export import TokenExporter
-from penstock.view.keep_rules import Keep
+from penstock.view.step_files import Keep
 
 _PIECES = re.compile(r"<\|?\w+\|?>|</\w+>| ?\w+| ?[^\w\s]|\n|\s")
 _ENVS = ("arithmetic", "lookup", "reverse")

@@ -33,10 +33,12 @@ class _Pace:
         self.first = 0.0
         """At the start of the session."""
         self.value, self.at = 0.0, float("-inf")
+        self.expected = 0
+        """Processes that will run tests, before they are there."""
 
     def now(self) -> float:
         if time.monotonic() - self.at > _FRESH_S:
-            self.value, self.at = max(_stretch(), _crowd()), time.monotonic()
+            self.value, self.at = max(_stretch(), _crowd(self.expected)), time.monotonic()
             self.first = self.first or self.value
         found = max(self.value, self.first)
         return 1.0 if found < _QUIET else min(found * _MARGIN, _MOST)
@@ -51,12 +53,17 @@ def _stretch() -> float:
     return (time.perf_counter() - wall) / max(time.process_time() - core, 1e-6)
 
 
-def _crowd() -> float:
-    """Processes that want to run, per core, over the last minute."""
-    return os.getloadavg()[0] / len(os.sched_getaffinity(0))
+def _crowd(expected: int) -> float:
+    """Processes that want to run, per core, over the last minute and soon."""
+    return (os.getloadavg()[0] + expected) / len(os.sched_getaffinity(0))
 
 
 _PACE = _Pace()
+
+
+def expect(processes: int) -> None:
+    """Count processes that will start before long. What is measured while tests are imported holds for all of them."""
+    _PACE.expected = processes
 
 
 def pace() -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -66,7 +65,7 @@ def _places(items: Sequence[pytest.Item]) -> dict[Path, float]:
     """Where each module stands in the order of the tests, from 0 to 1.
 
     Modules that start processes wait half of their time, others compute all of it. They are mixed evenly: one kind
-    after the other would leave a core idle first, and then have four workers share two. In each kind the long modules
+    after the other would leave a core idle first, and then have six workers share two. In each kind the long modules
     start first: last they would leave the other workers idle.
     """
     waiting = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("process")}
@@ -87,15 +86,3 @@ def unit_of(nodeid: str) -> str:
     """
     module = Path(nodeid.partition("::")[0]).stem
     return "forked" if module in FORKED else "browser" if module in BROWSER else nodeid.rsplit("::", 1)[0]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let xdist's `loadscope`, whose units are modules and classes, have those of `unit_of`."""
-    if config.getoption("dist") != "loadscope":
-        return None
-    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
-
-    scheduling = LoadScopeScheduling(config, log)
-    scheduling._split_scope = unit_of
-    return scheduling

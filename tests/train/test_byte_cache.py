@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.train.byte_cache import ByteCache
+from penstock.train.materialize import ByteCache
 
 
 @given(st.integers(0, 30), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12)), max_size=40))

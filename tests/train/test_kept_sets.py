@@ -15,8 +15,7 @@ from penstock.testing import reference_loss as plain
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
 
-from penstock.train.kept_ids import kept_of  # noqa: E402
-from penstock.train.logits import token_logprobs  # noqa: E402
+from penstock.train.logits import kept_of, token_logprobs  # noqa: E402
 
 VOCABULARY = 7
 

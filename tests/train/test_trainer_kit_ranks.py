@@ -67,12 +67,12 @@ def checked(rank: int, note: Callable[[Any], Any], folder: str) -> None:
         return terms.loss - alone.config.loss.entropy_bonus * bonus
 
     report = check(step_fn, vocabulary=len(REVERSE), model=alone.model, loss=with_bonus, ranks=[2])
-    note([str(report), report.ok, report.compared_with])
+    note([str(report), report.ok])
     alone.close()
     together.close()
     distributed.destroy_process_group()
 
 
 def test_the_reference_trainer_passes_on_two_ranks(tmp_path: Path) -> None:
-    for text, ok, compared_with in run_ranks(checked, tmp_path, str(tmp_path)):
-        assert ok and compared_with == "reference", text
+    for text, ok in run_ranks(checked, tmp_path, str(tmp_path)):
+        assert ok, text

@@ -66,6 +66,7 @@ def exported(folder: Path, step: int) -> dict[str, Any]:
     return {record.fields["sample_id"]: record for record in Export(folder).step(step).records()}
 
 
+@pytest.mark.deep
 def test_a_run_with_trees_exports_and_learns_what_a_plain_run_does(tmp_path: Path) -> None:
     run(tmp_path / "plain", trees=False)
     run(tmp_path / "trees", trees=True)

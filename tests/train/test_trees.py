@@ -21,8 +21,8 @@ from penstock.demo.color import ColorTask
 from penstock.demo.tasks import model_of
 from penstock.packing import MicroBatch, PackedStep, pack
 from penstock.train import ByMode, TeacherKl, kept_of, reverse_kl, to_torch, token_logprobs, topk_kl
+from penstock.train.logits import predictions_of
 from penstock.train.model import build_model, forward
-from penstock.train.predictions import predictions_of
 from penstock.train.run_config import PACKED_IMAGES, ModelConfig
 from penstock.train.vision import Vision
 from tests.train.ranks import run_ranks

@@ -11,7 +11,7 @@ import pytest
 from penstock.arrays import Sample
 from penstock.demo.tasks import write_tokenizer
 from penstock.packing import pack
-from penstock.view import Export, TokenExporter, masking_rules
+from penstock.view import Export, TokenExporter, step_tokens
 from penstock.view.library import Library
 from penstock.view.vocabulary import open_vocabulary
 from penstock.view.web import serving
@@ -153,13 +153,15 @@ def test_rules_are_counted_over_the_whole_step(at: Any, home: Path) -> None:
     for low, high in ((0.2, 5.0), (0.9, 1.1), (0.5, 2.0)):
         page.fill("#step-threshold-low", str(low))
         page.fill("#step-threshold-high", str(high))
-        wanted = sum(int(np.sum(masking_rules.judge(r, "icepop", {"low": low, "high": high}) or 0)) for r in compared)
+        wanted = sum(int(np.sum(step_tokens.judge(r, "icepop", {"low": low, "high": high}) or 0)) for r in compared)
         wait_until(page, "n => document.querySelector('#step-live-masked').textContent === n", f"{wanted:,}")
         assert page.text_content("#step-trained-masked") == f"{masked:,}"
     before = page.text_content("#step-live-masked")
     page.fill("#step-threshold-low", "-3")
     assert page.eval_on_selector("#step-threshold-low", "e => !e.checkValidity()")
     assert page.text_content("#step-live-masked") == before
+    page.click("#step-reset")
+    assert page.input_value("#step-threshold-low") == "0.2" and page.input_value("#step-threshold-high") == "5"
     drawn = "c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v)"
     assert page.eval_on_selector("#step-ratio", drawn) and page.eval_on_selector("#step-kl", drawn)
     keep_pictures(page, ARTIFACTS, "step")

@@ -34,7 +34,7 @@ def test_a_run_without_exports_shows_curves_prompts_and_tokens(page: Any, tmp_pa
         page.click("#tab-prompts")
         page.wait_for_selector("#prompts")
         assert page.locator("#prompts tbody tr").count() == 4 and page.locator("#envs tbody tr").count() == 2
-        page.select_option("#prompt-sort", "gained")
+        page.select_option("#prompt-order", "gained")
         wait_until(page, "document.querySelector('#prompts tbody td').textContent.startsWith('prompt')")
         address(page, "sort=gained")
         page.fill("#find-prompt", "prompt 3")

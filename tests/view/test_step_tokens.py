@@ -14,8 +14,7 @@ from penstock.errors import InvalidInput, UnknownKey
 from penstock.view import Export, Record
 from penstock.view.index import branches, find
 from penstock.view.library import Library
-from penstock.view.masking_rules import RULES, judge
-from penstock.view.step_tokens import StepTokens
+from penstock.view.step_tokens import RULES, StepTokens, judge
 from penstock.view.vocabulary import open_vocabulary
 from tests.support.exports import make_export
 

@@ -10,9 +10,6 @@ from penstock.assets.features import FeatureStore as FeatureStore
 from penstock.assets.features import sweep as sweep
 from penstock.assets.image_header import Limits as Limits
 from penstock.assets.image_header import probe as probe
-from penstock.assets.image_ref import ImageRef as ImageRef
-from penstock.assets.image_ref import describe as describe
-from penstock.assets.image_ref import span as span
 from penstock.assets.layouts import QWEN2_5_VL as QWEN2_5_VL
 from penstock.assets.layouts import QWEN2_VL as QWEN2_VL
 from penstock.assets.layouts import QWEN3_VL as QWEN3_VL
@@ -38,3 +35,6 @@ from penstock.assets.resolution import raw_reference as raw_reference
 from penstock.assets.resolution import resolve as resolve
 from penstock.assets.resolution import retry_in_full as retry_in_full
 from penstock.assets.store import AssetStore as AssetStore
+from penstock.assets.store import ImageRef as ImageRef
+from penstock.assets.store import describe as describe
+from penstock.assets.store import span as span

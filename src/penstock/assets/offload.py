@@ -23,8 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.arrays import ImageSpan
-from penstock.assets.image_ref import Geometry, ImageRef, span
-from penstock.assets.store import AssetStore
+from penstock.assets.store import AssetStore, Geometry, ImageRef, span
 from penstock.errors import AssetError, ImageRefused, StorageError
 
 _TYPES = ("image_url", "input_image", "image")

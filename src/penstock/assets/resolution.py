@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from penstock.assets.decode import decode_rgb
 from penstock.assets.features import FeatureStore, unpack_patches
 from penstock.assets.image_header import EXTENSIONS
-from penstock.assets.image_ref import ImageRef, describe
 from penstock.assets.layouts import Grid, Layout
 from penstock.assets.references import FeatureRef, RawRef, parse, processor_fingerprint
-from penstock.assets.store import AssetStore
+from penstock.assets.store import AssetStore, ImageRef, describe
 from penstock.errors import (
     AssetError,
     CorruptAsset,

@@ -1,21 +1,35 @@
-"""What each process of a run does. The fork server imports this module, with torch, once before it forks them."""
+"""What each process of a run does. The fork server imports this module, with torch, once before it forks them.
+
+A rollout worker loads the latest weights, samples groups and puts them into the plane. It never waits for training: it
+runs ahead of the trainer until the plane's tables are full, and then its puts wait. Groups carry the version of the
+weights that sampled them, so that the trainer can correct for the difference and the plane can drop stale groups.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import random
 import signal
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from penstock.capture import Trajectory, Turn
+from penstock.client import Plane, plane_transport
 from penstock.client import open as open_plane
-from penstock.client import plane_transport
+from penstock.convert import Group, ZeroVariance, make_group
 from penstock.demo.processes import ABORTED, REFUSED, address
-from penstock.demo.tasks import Prompt, make_task
-from penstock.demo.worker import work
-from penstock.errors import ConfigError, Fenced, PeerError
+from penstock.demo.sampler import Rollout, sample
+from penstock.demo.tasks import Prompt, Task, make_task
+from penstock.errors import ConfigError, Fenced, PeerError, PlaneLost, PutManyError
 from penstock.plane import PlaneLoop, open_log
-from penstock.train import TrainConfig, load, train
+from penstock.train import TrainConfig, Weights, build_model, load, train
 from penstock.view import TokenExporter
 
 
@@ -78,3 +92,143 @@ def _train(config: TrainConfig, index: int) -> None:
             config.folder, rank=index, world=config.ranks, every=config.export_every, attempt=attempt
         )
     train(config, rank=index, url=address(config), observer=exporter)
+
+
+# ------------------------------------------------------------------ a rollout worker
+
+
+def work(config: TrainConfig, url: str, index: int) -> None:
+    """Generate until the process is killed."""
+    torch.set_num_threads(1)
+    assert config.task is not None
+    folder = Path(config.folder)
+    name = life_name(folder, config.seed, index)
+    task = make_task(config.task, folder)
+    rng = random.Random(f"{config.seed}/{name}")
+    generator = torch.Generator().manual_seed(rng.getrandbits(48))
+    policy = _Policy(config, Weights(folder / "weights"))
+    with open_plane(url, timeouts=config.timeouts) as plane:
+        number = 0
+        while True:
+            version = policy.refresh()
+            groups = _generate(policy.model, task, config, version, rng, generator, f"{name}-{number}")
+            _put(plane, [group for _, group in groups if len(group)])
+            for prompt, group in groups:
+                _discard(plane, task.name, prompt, group)
+            number += 1
+
+
+def life_name(folder: Path, seed: int, index: int) -> str:
+    """Return a name for this start of a worker: s7-w1.0, after a restart s7-w1.1.
+
+    Group ids begin with it, so two runs with the same seed have the same ids. A restarted worker samples other rollouts
+    than before and must not repeat ids, so each start claims the next number by creating a file.
+    """
+    lives = folder / "workers"
+    lives.mkdir(parents=True, exist_ok=True)
+    for life in itertools.count():
+        try:
+            (lives / f"w{index}.{life}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        return f"s{seed}-w{index}.{life}"
+    raise AssertionError
+
+
+class _Policy:
+    """The model with the newest weights."""
+
+    def __init__(self, config: TrainConfig, weights: Weights) -> None:
+        self.model: Any = build_model(config.model, seed=config.seed).eval()
+        self._weights = weights
+        self._version = -1
+
+    def refresh(self) -> int:
+        """Load the newest weights and return their version. Waits for the first, published when the trainer starts."""
+        while True:
+            newest = self._weights.latest()
+            if newest == self._version >= 0:
+                return self._version
+            state = None if newest < 0 else self._weights.load(newest)
+            if state is not None:
+                self.model.load_state_dict(state, strict=False)
+                self._version = newest
+                return newest
+            time.sleep(0.05)
+
+
+def _generate(
+    model: Any,
+    task: Task,
+    config: TrainConfig,
+    version: int,
+    rng: random.Random,
+    generator: torch.Generator,
+    name: str,
+) -> list[tuple[str, Group]]:
+    """Return groups with the names of their prompts. Those that a filter dropped have no samples."""
+    assert config.task is not None
+    size, late = config.task.group_size, bool(config.late_columns)
+    filters = (ZeroVariance(),) if config.task.dynamic_sampling else ()
+    prompts = [task.prompt(rng) for _ in range(config.task.prompts_per_batch)]
+    repeated = [prompt for prompt in prompts for _ in range(size)]
+    rollouts = sample(
+        model,
+        [prompt.token_ids for prompt in repeated],
+        max_new_tokens=task.max_new_tokens,
+        eos=task.eos,
+        generator=generator,
+        top_p=config.task.top_p,
+        banned=task.banned,
+        first=task.model_inputs(repeated, model),
+    )
+    made = (
+        make_group(
+            [_trajectory(task, prompt, rollout, late=late) for rollout in rollouts[i * size : (i + 1) * size]],
+            id=f"{name}-{i}",
+            prompt=prompt.name,
+            policy_version=version,
+            advantage="grpo_std" if late else task.advantage,
+            filters=filters,
+        )
+        for i, prompt in enumerate(prompts)
+    )
+    return [(prompt.name, group) for prompt, group in zip(prompts, made, strict=True)]
+
+
+def _trajectory(task: Task, prompt: Prompt, rollout: Rollout, *, late: bool) -> Trajectory:
+    return Trajectory(
+        turns=[task.turn(prompt), answer_turn(rollout)],
+        reward=None if late else task.reward(prompt, rollout.token_ids),
+        env=task.name,
+        truncated=not rollout.finished,
+    )
+
+
+def answer_turn(rollout: Rollout) -> Turn:
+    """Return the model's answer as a turn, with the ids each token was sampled from."""
+    return Turn(rollout.token_ids, logprobs=rollout.logprobs, sampling_mask=rollout.kept, role="assistant")
+
+
+def _discard(plane: Plane, env: str, prompt: str, group: Group) -> None:
+    """Count a group that a filter dropped, for the ledger and for feedback."""
+    for reason, count in group.dropped.items():
+        plane.discard(
+            reason,
+            count,
+            key=f"{group.id}: {reason}",
+            group=group.id,
+            prompt=prompt,
+            env=env,
+            rewards=group.rewards.tolist(),
+            lengths=group.rollouts.longest.tolist(),
+        )
+
+
+def _put(plane: Plane, groups: Sequence[Group]) -> None:
+    try:
+        plane.put_many(groups)
+    except PutManyError as error:
+        if any(isinstance(one, PlaneLost) for one in error.failed.values()):
+            raise SystemExit("the plane is gone") from None
+        raise

@@ -17,8 +17,8 @@ _BESIDE_CURVE = 26
 """Columns that border, label and number take beside the reward curve."""
 
 
-def sparkline(values: list[float], width: int, *, low: float = 0.0, high: float = 1.0) -> str:
-    """Draw values as a line of blocks, averaged to fit `width`.
+def sparkline(values: list[float], width: int) -> str:
+    """Draw values from 0 to 1 as a line of blocks, averaged to fit `width`.
 
     >>> sparkline([0.0, 0.5, 1.0], 3)
     '▁▅█'
@@ -28,8 +28,8 @@ def sparkline(values: list[float], width: int, *, low: float = 0.0, high: float 
     count = min(width, len(values))
     edges = [round(i * len(values) / count) for i in range(count + 1)]
     means = [sum(values[a:b]) / max(b - a, 1) for a, b in pairwise(edges)]
-    scale = (len(_BLOCKS) - 1) / max(high - low, 1e-9)
-    return "".join(_BLOCKS[min(max(round((m - low) * scale), 0), len(_BLOCKS) - 1)] for m in means)
+    last = len(_BLOCKS) - 1
+    return "".join(_BLOCKS[min(max(round(m * last), 0), last)] for m in means)
 
 
 @contextmanager
@@ -71,9 +71,9 @@ class _Lines:
         )
 
 
-def _recent(progress: Progress, name: str, count: int = 10) -> str:
-    """Format the mean over the last steps; a dash before the first."""
-    values = _known(progress.rows[-count:], name)
+def _recent(progress: Progress, name: str) -> str:
+    """Format the mean over the last ten steps; a dash before the first."""
+    values = _known(progress.rows[-10:], name)
     return f"{sum(values) / len(values):.3f}" if values else "-"
 
 

@@ -1,10 +1,11 @@
 from penstock.train.agreement import agree as agree
 from penstock.train.attention import register_attention as register_attention
 from penstock.train.checkpoint import Weights as Weights
-from penstock.train.kept_ids import kept_of as kept_of
 from penstock.train.loader import Steps as Steps
 from penstock.train.loader import as_it_is as as_it_is
 from penstock.train.loader import step_loader as step_loader
+from penstock.train.logits import kept_of as kept_of
+from penstock.train.logits import predictions_of as predictions_of
 from penstock.train.logits import token_logprobs as token_logprobs
 from penstock.train.loss import ByMode as ByMode
 from penstock.train.loss import Dppo as Dppo
@@ -27,7 +28,6 @@ from penstock.train.model import check_vocabulary as check_vocabulary
 from penstock.train.model import forward as forward
 from penstock.train.model import row_logprobs as row_logprobs
 from penstock.train.mrope import mrope_positions as mrope_positions
-from penstock.train.predictions import predictions_of as predictions_of
 from penstock.train.run_config import PACKED_IMAGES as PACKED_IMAGES
 from penstock.train.run_config import LossConfig as LossConfig
 from penstock.train.run_config import ModelConfig as ModelConfig

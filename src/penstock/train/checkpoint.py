@@ -26,6 +26,8 @@ from penstock.atomic import beside, rename, sync
 from penstock.errors import CorruptFile
 
 _PREFIX = "step_"
+_KEPT = 3
+"""Checkpoints kept: the last ones."""
 _VERSION = re.compile(r"v(\d{8})\.safetensors")
 
 
@@ -85,7 +87,7 @@ def load_optimizer_state(model: Any, optimizer: torch.optim.Optimizer, state: di
         optimizer.state[parameter][key] = like(value, parameter) if same else value
 
 
-def save(folder: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, *, writes: bool, keep: int = 3) -> None:
+def save(folder: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, *, writes: bool) -> None:
     """Write a checkpoint. All ranks call this, because gathering is collective. The rank with `writes` writes."""
     from safetensors.torch import save_file
 
@@ -103,7 +105,7 @@ def save(folder: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, 
         sync(path)
     shutil.rmtree(final, ignore_errors=True)
     rename(temporary, final)
-    for old in steps(folder)[:-keep]:
+    for old in steps(folder)[:-_KEPT]:
         shutil.rmtree(folder / f"{_PREFIX}{old:08d}", ignore_errors=True)
 
 

@@ -18,6 +18,8 @@ tokens at a time, and the backward pass recomputes the softmax instead of storin
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 try:
@@ -29,8 +31,6 @@ except ImportError as error:
     raise missing("penstock.train.logits", error) from None
 
 from penstock.errors import InvalidInput
-from penstock.train.kept_ids import Kept, lowest
-from penstock.train.predictions import Predictions
 from penstock.train.tensors import checked_lengths
 
 CHUNK = 1024
@@ -226,3 +226,136 @@ def widened(rows: Tensor, scale: Tensor | None, a: int, b: int, wide: torch.dtyp
     # A vocabulary may be restricted with -inf. 0 * -inf would be NaN in the entropy, 0 * the smallest number is 0.
     z = rows.to(wide).clamp_min(lowest(wide))
     return z if scale is None else z * scale[a:b, None].to(wide)
+
+
+# ------------------------------------------------------------------ predictions of a forest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Predictions:
+    """T tokens of samples, E predictions, from the logits of R places.
+
+    Where samples continue with the same token at the same temperature, the prediction is computed once. Where
+    temperatures or kept sets differ, each sample has its own. The gradients of all tokens that share a prediction add
+    up.
+    """
+
+    places: Tensor
+    """[R] places whose logits are needed, ascending: the argument `logits_to_keep` of Hugging Face models."""
+    rows: Tensor
+    """[E] the row of these logits that makes each prediction."""
+    tokens: Tensor
+    """[E] the first token each prediction is for. Its id, temperature and kept set apply to all of them."""
+    spread: Tensor
+    """[T] the prediction of each token, -1 for none."""
+
+    @property
+    def row_of_token(self) -> Tensor:
+        """[T] the row of logits that predicts each token, -1 for none."""
+        return torch.cat([self.rows, self.rows.new_full((1,), -1)])[self.spread]
+
+
+def predictions_of(tensors: Mapping[str, Tensor], *, needed: Tensor | None = None) -> Predictions:
+    """Find the predictions of a micro-batch with a forest: of all tokens, or those where `needed` is True.
+
+    >>> index, sources = torch.tensor([0, 1, 2, 0, 1, 3]), torch.tensor([-1, 0, 1, 1])  # a b c | a b x
+    >>> found = predictions_of({"forest.index": index, "forest.sources": sources})
+    >>> found.places.tolist(), found.rows.tolist(), found.tokens.tolist(), found.spread.tolist()
+    ([0, 1], [0, 1, 1], [1, 2, 5], [-1, 0, 1, -1, 0, 2])
+    """
+    index, sources = tensors["forest.index"], tensors["forest.sources"]
+    before = sources[index]
+    wanted = before >= 0 if needed is None else (before >= 0) & needed.reshape(-1)
+    first = _first_alike(tensors, wanted)
+    marked = torch.zeros_like(wanted)
+    marked[first[wanted]] = True
+    tokens = marked.nonzero()[:, 0]
+    spread = torch.where(wanted, (marked.cumsum(0) - 1)[first], -1)
+    is_source = torch.zeros_like(sources, dtype=torch.bool)
+    is_source[before[tokens]] = True
+    is_source[0] |= not len(tokens)  # keep one row even if no token is needed: backward() then has a graph
+    number = is_source.cumsum(0) - 1
+    return Predictions(places=is_source.nonzero()[:, 0], rows=number[before[tokens]], tokens=tokens, spread=spread)
+
+
+def _first_alike(tensors: Mapping[str, Tensor], wanted: Tensor) -> Tensor:
+    """Return for each token the first one at its place with the same prediction. A token with a kept set is its own."""
+    index, own = tensors["forest.index"], torch.arange(len(wanted), device=wanted.device)
+    alike = wanted
+    if "sampling_mask_offsets" in tensors:
+        alike = wanted & (tensors["sampling_mask_offsets"].diff().to(wanted.device) == 0)
+    none = len(wanted)
+    first = torch.full_like(tensors["forest.sources"], none)
+    # The smallest token number of each place, then looked up per token. Index [0, 1, 0, 2]: first is [0, 1, 0, 3].
+    first = first.scatter_reduce(0, index, torch.where(alike, own, none), "amin")[index].clamp_max(none - 1)
+    if "temperatures" in tensors:
+        temperatures = tensors["temperatures"].reshape(-1)
+        alike = alike & (temperatures == temperatures[first])
+    return torch.where(alike, first, own)
+
+
+# ------------------------------------------------------------------ kept ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """The ids that the sampler kept for each token of a row (top-p, top-k, min-p).
+
+    Such a sampler draws from a part of the vocabulary, and the log-probability it reports is normalized over that part.
+    To compare with it, the trainer must normalize over the same ids. The sets come as the two tensors that `to_torch`
+    makes of the column `sampling_mask`: token t was drawn from the ids `values[offsets[t] : offsets[t + 1]]`, or from
+    all ids where that is empty.
+    """
+
+    values: Tensor
+    """[N] ids, set after set."""
+    offsets: Tensor
+    """[T + 1] where each token's set starts. Kept on the host, so that slicing does not wait for the device."""
+
+    @staticmethod
+    def of(given: tuple[Tensor, Tensor] | None, num_tokens: int, device: torch.device) -> Kept | None:
+        """Check values and offsets and wrap them. None for None."""
+        if given is None:
+            return None
+        values, offsets = given[0].to(device, torch.int64), given[1].detach().cpu().to(torch.int64)
+        sound = values.ndim == offsets.ndim == 1 and len(offsets) == num_tokens + 1
+        if not sound or int(offsets[0]) != 0 or int(offsets[-1]) != len(values) or bool((offsets.diff() < 0).any()):
+            raise InvalidInput(
+                f"kept: values {tuple(given[0].shape)} and offsets {tuple(given[1].shape)} for {num_tokens} tokens; "
+                "give [N] ids and [T + 1] offsets that rise from 0 to N"
+            )
+        return Kept(values, offsets)
+
+    def of_tokens(self, tokens: Tensor) -> Kept:
+        """Select the sets of some tokens, in the given order."""
+        chosen = tokens.cpu()
+        begins, counts = self.offsets[chosen], self.offsets.diff()[chosen]
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        # Offsets [0, 2, 2, 5] and tokens [2, 0]: counts [3, 2], new offsets [0, 3, 5], and values at [2, 3, 4, 0, 1].
+        at = torch.repeat_interleave(begins - offsets[:-1], counts) + torch.arange(int(offsets[-1]))
+        return Kept(self.values[at.to(self.values.device)], offsets)
+
+    def only(self, z: Tensor, a: int, b: int) -> Tensor:
+        """Set the logits of tokens a to b to the lowest value, in place, for ids outside each token's set."""
+        start, stop = int(self.offsets[a]), int(self.offsets[b])
+        if start == stop:
+            return z
+        counts = self.offsets[a : b + 1].diff()
+        rows = torch.repeat_interleave(torch.arange(b - a), counts).to(z.device)
+        inside = torch.zeros(z.shape, dtype=torch.bool, device=z.device)
+        inside[rows, self.values[start:stop]] = True
+        # An empty set means "all ids", not "none".
+        inside |= (counts == 0).to(z.device)[:, None]
+        return z.masked_fill_(~inside, lowest(z.dtype))
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """Return a stand-in for -inf: its probability is 0, and 0 times it is 0 instead of NaN."""
+    return float(torch.finfo(dtype).min) / 1e6
+
+
+def kept_of(columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Return the sampling masks of a micro-batch as `token_logprobs` takes them, None if it has none."""
+    if "sampling_mask_values" not in columns:
+        return None
+    return columns["sampling_mask_values"], columns["sampling_mask_offsets"]

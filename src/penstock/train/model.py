@@ -22,9 +22,7 @@ from penstock.arrays import TOPK, Ragged, arrays_in
 from penstock.errors import ConfigError, InvalidInput
 from penstock.packing import MicroBatch, grow, positions_of
 from penstock.train.attention import buckets_of, register_attention, without_masks
-from penstock.train.kept_ids import kept_of
-from penstock.train.logits import token_logprobs
-from penstock.train.predictions import predictions_of
+from penstock.train.logits import kept_of, predictions_of, token_logprobs
 from penstock.train.run_config import ModelConfig
 from penstock.train.tensors import FOREST
 from penstock.train.tree_attention import tree_of

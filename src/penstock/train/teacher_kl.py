@@ -25,9 +25,8 @@ from torch import Tensor
 
 from penstock.arrays import TOPK
 from penstock.errors import InvalidInput
-from penstock.train.logits import CHUNK, add_to_rows, chunks_of, rows_of, starts_of, widened
+from penstock.train.logits import CHUNK, Predictions, add_to_rows, chunks_of, rows_of, starts_of, widened
 from penstock.train.loss import Columns, need, plain_terms
-from penstock.train.predictions import Predictions
 from penstock.train.tensors import checked_lengths
 from penstock.train.terms import Terms
 

@@ -22,9 +22,8 @@ from penstock.packing import MicroBatch, Totals
 from penstock.view.batch_records import BatchCopy
 from penstock.view.folders import Done, PackedBatch, RankLock, all_done, make_folder, promote, reopen, step_folder
 from penstock.view.jsonl import Jsonl
-from penstock.view.keep_rules import Everything, Keep
 from penstock.view.record import COLUMNS, finite, place_fields
-from penstock.view.step_files import Format, StepFile
+from penstock.view.step_files import Everything, Format, Keep, StepFile
 
 if TYPE_CHECKING:
     from penstock.train import Terms

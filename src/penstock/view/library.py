@@ -18,8 +18,7 @@ from penstock.view.folders import EXPORTS, STABLE
 from penstock.view.history import history_of, over_steps
 from penstock.view.index import StepIndex, branches, find
 from penstock.view.jsonl import encode_line
-from penstock.view.plane_groups import dropped_of, records_of
-from penstock.view.plane_steps import EVALUATION, plane_of
+from penstock.view.plane_steps import EVALUATION, dropped_of, plane_of, records_of
 from penstock.view.readable_step import Step
 from penstock.view.reader import Export
 from penstock.view.run_files import Places, as_columns, is_written, last_written, rows_since, state_of

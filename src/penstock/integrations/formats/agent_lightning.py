@@ -33,8 +33,7 @@ from penstock.capture import (
 )
 from penstock.convert import make_group
 from penstock.errors import InvalidInput
-from penstock.integrations.formats.file_or_stream import Place, json_lines
-from penstock.integrations.formats.lost import Lost
+from penstock.integrations.formats.file_or_stream import Lost, Place, json_lines
 
 _BAD_STATUS = 400
 

@@ -32,8 +32,7 @@ from penstock.capture import (
 )
 from penstock.convert import to_samples
 from penstock.errors import InvalidInput
-from penstock.integrations.formats.file_or_stream import MAX_LINE_BYTES, Place, json_lines, json_object
-from penstock.integrations.formats.lost import Lost
+from penstock.integrations.formats.file_or_stream import MAX_LINE_BYTES, Lost, Place, json_lines, json_object
 
 MARK = b'"ATIF-v'
 _IDS = ("prompt_token_ids", "completion_token_ids")

@@ -19,10 +19,8 @@ from penstock.frames import MAGIC, by_group
 from penstock.integrations.formats.agent_lightning import read_agent_lightning
 from penstock.integrations.formats.atif import MARK as ATIF_MARK
 from penstock.integrations.formats.atif import read_atif
-from penstock.integrations.formats.file_or_stream import Options, Place
-from penstock.integrations.formats.lost import Lost
+from penstock.integrations.formats.file_or_stream import Lost, Options, Place
 from penstock.integrations.formats.penstock_files import (
-    plane_folder_in,
     read_export,
     read_frame_file,
     read_run_groups,
@@ -36,6 +34,7 @@ from penstock.integrations.formats.slime_samples import read_slime, write_slime
 from penstock.integrations.formats.verifiers_traces import read_traces
 from penstock.integrations.formats.verl_tensors import read_verl, write_verl
 from penstock.integrations.trainers.trl_samples import read_trl, write_trl
+from penstock.view import plane_of
 
 _LOOK = 1 << 20
 Read = Callable[[Place, Lost, Options], Iterator[Sample]]
@@ -191,7 +190,7 @@ def format_to_write(word: str) -> FileFormat:
 def format_to_read(place: Place) -> FileFormat:
     """Detect the input format by the file's first bytes, or by its ending."""
     if not place.is_stream and place.path.is_dir():
-        return FORMATS["prime-rl" if plane_folder_in(place.path) is None else "run"]
+        return FORMATS["prime-rl" if plane_of(place.path) is None else "run"]
     with place.reading() as file:
         start = _start(file, stays=place.is_stream)
     if start.startswith(MAGIC):

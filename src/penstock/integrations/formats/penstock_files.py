@@ -8,7 +8,6 @@ a token export      the samples that were trained, from JSON lines or Parquet wr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,11 +17,9 @@ from penstock.arrays import TOKEN_COLUMNS, Cells, ImageSpan, Ragged, Sample
 from penstock.capture import read_span
 from penstock.errors import InvalidInput, PenstockError
 from penstock.frames import read_frames, write_frames
-from penstock.integrations.formats.file_or_stream import Place
-from penstock.integrations.formats.lost import Lost
-from penstock.log import is_run
+from penstock.integrations.formats.file_or_stream import Lost, Place
 from penstock.runs import kept_groups, stored_samples
-from penstock.view import OF_SAMPLE, TABLE, Record, Skipped, read_file
+from penstock.view import OF_SAMPLE, TABLE, Record, Skipped, plane_of, read_file
 
 _OF_BATCH = {column.name: column.attribute for column in TABLE if column.source == "batch"}
 _DERIVED = ("position_ids",)
@@ -47,14 +44,9 @@ def write_frame_file(samples: Iterable[Sample], place: Place, lost: Lost) -> Non
 # ------------------------------------------------------------------ runs
 
 
-def plane_folder_in(folder: Path) -> Path | None:
-    """Return the plane's folder of a run: the folder itself or `plane` in it. None if there is no run."""
-    return next((path for path in (folder, folder / "plane") if is_run(path)), None)
-
-
 def read_run_groups(place: Place, lost: Lost) -> Iterator[Sample]:
     """Yield the samples of every group that the run still has. Counts groups freed during the read."""
-    folder = plane_folder_in(place.path)
+    folder = plane_of(place.path)
     if folder is None:
         raise InvalidInput(f"{place.name}: not a run; give the folder that a plane was opened on")
     for group, location in kept_groups(folder):

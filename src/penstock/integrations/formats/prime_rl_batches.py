@@ -27,8 +27,7 @@ from penstock.arrays import ALL_OR_NONE, WEIGHTS, Array, ImageSpan, Ragged, Samp
 from penstock.atomic import replacing
 from penstock.capture import located
 from penstock.errors import CorruptFile, InvalidInput
-from penstock.integrations.formats.file_or_stream import Options, Place
-from penstock.integrations.formats.lost import Lost
+from penstock.integrations.formats.file_or_stream import Lost, Options, Place
 from penstock.integrations.formats.responses import once
 from penstock.packing import MicroBatch, StepOfRank, pack
 

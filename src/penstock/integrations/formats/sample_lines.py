@@ -33,8 +33,7 @@ from penstock.arrays import (
 from penstock.capture import located, optional_list, read_span
 from penstock.errors import InvalidInput
 from penstock.extras import require
-from penstock.integrations.formats.file_or_stream import Place, json_lines
-from penstock.integrations.formats.lost import Lost
+from penstock.integrations.formats.file_or_stream import Lost, Place, json_lines
 
 _FIELDS = (*TEXT_COLUMNS, "policy_version", "images", "columns")
 _IMAGE_FIELDS = ImageSpan.__struct_fields__

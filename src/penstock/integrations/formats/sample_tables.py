@@ -32,8 +32,7 @@ from penstock.arrays import (
 from penstock.capture import located, read_span
 from penstock.errors import CorruptFile, InvalidInput, PenstockError
 from penstock.extras import require
-from penstock.integrations.formats.file_or_stream import Place
-from penstock.integrations.formats.lost import Lost
+from penstock.integrations.formats.file_or_stream import Lost, Place
 from penstock.integrations.formats.sample_lines import described, read_described
 
 if TYPE_CHECKING:

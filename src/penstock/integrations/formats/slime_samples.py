@@ -32,8 +32,7 @@ from penstock.capture import (
 )
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.extras import require
-from penstock.integrations.formats.file_or_stream import Place, json_lines
-from penstock.integrations.formats.lost import Lost
+from penstock.integrations.formats.file_or_stream import Lost, Place, json_lines
 from penstock.integrations.formats.responses import (
     behind_prompt,
     lists_behind_prompt,

@@ -13,8 +13,7 @@ from typing import Any
 from penstock.arrays import Sample
 from penstock.capture import field_of, from_verifiers, is_silent, located, optional_list
 from penstock.convert import to_samples
-from penstock.integrations.formats.file_or_stream import Place, json_lines
-from penstock.integrations.formats.lost import Lost
+from penstock.integrations.formats.file_or_stream import Lost, Place, json_lines
 
 SAMPLE = "penstock_sample"
 """Key in a trace's `info`: the prefix of its samples' ids."""

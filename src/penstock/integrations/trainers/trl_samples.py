@@ -20,8 +20,7 @@ from penstock.arrays import WEIGHTS, RolloutInfo, Sample, check_metrics, read_ro
 from penstock.capture import field_of, located, number_of, optional_mapping, required
 from penstock.errors import InvalidInput
 from penstock.extras import require
-from penstock.integrations.formats.file_or_stream import Place, json_lines
-from penstock.integrations.formats.lost import Lost
+from penstock.integrations.formats.file_or_stream import Lost, Place, json_lines
 from penstock.integrations.formats.responses import one_number
 
 if TYPE_CHECKING:

@@ -1,11 +1,8 @@
 """Runs the check: trains the probes with a step function, compares, and reports.
 
-With `model` and `loss` the check knows what every gradient should be: each sample goes through the model alone, in
-float64, and the loss is computed token by token. Tiny steps are trained, from one sample alone to several ranks, and
-compared. Where they differ, the check simulates a catalogue of bugs and names the one that predicts what was measured.
-
-Without them it can only compare the trainer with itself: the gradient of a step has to be the weighted mean of the
-gradients of its samples, and of its tokens, each trained alone. See `itself`.
+The check knows what every gradient should be: each sample goes through the model alone, in float64, and the loss is
+computed token by token. Tiny steps are trained, from one sample alone to several ranks, and compared. Where they
+differ, the check simulates a catalogue of bugs and names the one that predicts what was measured.
 """
 
 from __future__ import annotations
@@ -20,10 +17,9 @@ from numpy.typing import NDArray
 from penstock.client import Step
 from penstock.errors import InvalidInput
 from penstock.packing import PackedStep
-from penstock.testing.trainer.itself import check_itself
 from penstock.testing.trainer.judge import Finding, Judge
 from penstock.testing.trainer.measure import Noise, measure, measure_noise, rerun, wrong_losses
-from penstock.testing.trainer.reference import Flat, Forward, Reference, Sequence1, Vector, matched
+from penstock.testing.trainer.reference import Forward, Reference, Sequence1, Vector, matched
 from penstock.testing.trainer.samples import Options, Samples
 from penstock.testing.trainer.simulated import Per, Simulator, push_of
 
@@ -41,14 +37,7 @@ NOT_SEEN = (
     "what the probes do not have: images, routed experts, more than 64 tokens in a sample or 4 ranks",
     "differences below the tolerance, and clips that no probe reaches",
 )
-"""Classes of bugs that are out of reach with `model` and `loss`."""
-NOT_SEEN_WITHOUT_MODEL = (
-    "what is wrong with every token in the same way: the sign, a constant factor, an added term, frozen parameters",
-    "another loss than the one that is meant: ratios, clips, how temperatures enter",
-    "another forward pass than the one that is meant: weights, positions of a sample alone, no shift",
-    "a factor that depends on the sample alone, such as the root of its length",
-    *NOT_SEEN,
-)
+"""Classes of bugs that are out of reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -58,9 +47,8 @@ class Report:
     """Steps that were trained."""
     noise: float
     """Relative difference between repetitions of one step. 0 for a deterministic trainer."""
-    compared_with: Literal["reference", "itself"]
-    not_seen: tuple[str, ...]
-    """Classes of bugs that this check cannot see."""
+    not_seen: tuple[str, ...] = NOT_SEEN
+    """Classes of bugs that the check cannot see."""
 
     @property
     def ok(self) -> bool:
@@ -72,9 +60,8 @@ class Report:
         return tuple(finding.bug for finding in self.findings)
 
     def __str__(self) -> str:
-        what = "the reference" if self.compared_with == "reference" else "the trainer's own gradients"
         verdict = f"{len(self.findings)} findings" if self.findings else "ok"
-        lines = [f"{verdict}: {self.steps} steps, compared with {what}, noise {self.noise:.2g}"]
+        lines = [f"{verdict}: {self.steps} steps, compared with the reference, noise {self.noise:.2g}"]
         lines += [f"  FOUND     {finding}" for finding in self.findings]
         lines += [f"  not seen  {what}" for what in self.not_seen]
         return "\n".join(lines)
@@ -86,8 +73,8 @@ def check(
     step_fn: StepFunction,
     *,
     vocabulary: int,
-    model: Any = None,
-    loss: Any = None,
+    model: Any,
+    loss: Any,
     forward: Forward | None = None,
     per: Per = "token",
     tolerance: float = 1e-3,
@@ -113,9 +100,6 @@ def check(
     """
     if vocabulary < 8:
         raise InvalidInput(f"vocabulary: {vocabulary}; the samples of the check need at least 8 ids")
-    if (model is None) != (loss is None):
-        given, missing = ("model", "loss") if loss is None else ("loss", "model")
-        raise InvalidInput(f"{given} without {missing}; pass both to compare with a reference, or neither")
     options = Options(
         vocabulary=vocabulary,
         per=per,
@@ -124,14 +108,10 @@ def check(
         special_ids=tuple(special_ids),
         ranks=ranks,
     )
-    if model is None:
-        runner = Runner(step_fn, None)
-        findings, noise = check_itself(runner, runner.flat, options)
-        return _report(runner, findings, noise, "itself")
-    return _check_with_reference(step_fn, Reference(model, forward), loss, options)
+    return _checked(step_fn, Reference(model, forward), loss, options)
 
 
-def _check_with_reference(step_fn: StepFunction, reference: Reference, loss: Any, options: Options) -> Report:
+def _checked(step_fn: StepFunction, reference: Reference, loss: Any, options: Options) -> Report:
     runner = Runner(step_fn, reference)
     simulator = Simulator(reference=reference, push=push_of(loss), per=options.per)
 
@@ -143,7 +123,7 @@ def _check_with_reference(step_fn: StepFunction, reference: Reference, loss: Any
     first = next(probe for probe in probes if "turns" in probe.what)
     noise = measure_noise(runner, first, options.tolerance, simulator.gradient(first.step))
     if noise.blocks:
-        return _report(runner, noise.findings, noise, "reference")
+        return _report(runner, noise.findings, noise)
     measured = measure(runner, simulator, probes, noise)
     allowed = max(options.tolerance, 5 * noise.level)
     judge = Judge(
@@ -159,7 +139,7 @@ def _check_with_reference(step_fn: StepFunction, reference: Reference, loss: Any
     findings = [*noise.findings, *later, *(one for one in judge.findings() if one.known or not later)]
     if not findings:
         findings = wrong_losses(measured, options.per, 10 * options.tolerance)
-    return _report(runner, findings, noise, "reference")
+    return _report(runner, findings, noise)
 
 
 def each_rank(rank_fn: RankFunction, *, exchange: Literal["mean", "sum"] = "mean") -> StepFunction:
@@ -186,9 +166,8 @@ def each_rank(rank_fn: RankFunction, *, exchange: Literal["mean", "sum"] = "mean
 class Runner:
     """Calls a step function and returns all gradients in one vector, always of the same parameters."""
 
-    def __init__(self, step_fn: StepFunction, reference: Reference | None) -> None:
+    def __init__(self, step_fn: StepFunction, reference: Reference) -> None:
         self._step_fn, self._reference, self.steps = step_fn, reference, 0
-        self._flat = None if reference is None else reference.flat
         self._names: dict[Any, str] = {}
 
     def __call__(self, step: PackedStep) -> tuple[float, Vector]:
@@ -196,29 +175,11 @@ class Runner:
         self.steps += 1
         if not gradients and not self._names:
             raise InvalidInput("step_fn: there are no gradients; return all that are trained, zeros where nothing is")
-        if self._reference is not None:
-            self._match(gradients)
-        elif self._flat is None:
-            self._names = {name: f"{name}" for name in gradients}
-            self._flat = Flat({self._names[name]: values.shape for name, values in gradients.items()})
-        changed = [name for name in gradients if name not in self._names]
-        if self._reference is None and (changed or len(gradients) != len(self._names)):
-            which = changed[0] if changed else next(name for name in self._names if name not in gradients)
-            raise InvalidInput(
-                f"step_fn: gradients: that of {which!r} comes and goes; return all that are trained, zeros where "
-                "there is nothing"
-            )
-        assert self._flat is not None
-        return loss, self._flat({self._names[name]: values for name, values in gradients.items()})
-
-    def flat(self) -> Flat:
-        """How gradients are written into one vector, known after the first step."""
-        assert self._flat is not None
-        return self._flat
+        self._match(gradients)
+        return loss, self._reference.flat({self._names[name]: values for name, values in gradients.items()})
 
     def _match(self, gradients: Mapping[Any, Vector]) -> None:
         """Find the model's names for the gradients, and compare shapes."""
-        assert self._reference is not None
         new = {name: values for name, values in gradients.items() if name not in self._names}
         if new:
             ordered = all(isinstance(name, int) for name in gradients)
@@ -232,16 +193,8 @@ class Runner:
                 )
 
 
-def _report(
-    runner: Runner, findings: Sequence[Finding], noise: Noise, compared_with: Literal["reference", "itself"]
-) -> Report:
-    return Report(
-        findings=tuple(findings),
-        steps=runner.steps,
-        noise=noise.level,
-        compared_with=compared_with,
-        not_seen=NOT_SEEN if compared_with == "reference" else NOT_SEEN_WITHOUT_MODEL,
-    )
+def _report(runner: Runner, findings: Sequence[Finding], noise: Noise) -> Report:
+    return Report(findings=tuple(findings), steps=runner.steps, noise=noise.level)
 
 
 def read(given: tuple[Any, Gradients]) -> tuple[float, dict[Any, Vector]]:

@@ -15,7 +15,7 @@ import numpy as np
 from penstock.arrays import Sample
 from penstock.testing.trainer.bugs import catalogue
 from penstock.testing.trainer.fits import Measured, fits
-from penstock.testing.trainer.reference import Reference, Vector, listed
+from penstock.testing.trainer.reference import Vector, listed
 from penstock.testing.trainer.samples import STAGES, other_id
 from penstock.testing.trainer.simulated import Fix, Hypothesis, Simulator
 
@@ -61,7 +61,7 @@ class Judge:
         *,
         tolerance: float,
         special_ids: Sequence[int],
-        loss: object = None,
+        loss: object,
     ) -> None:
         """`train` returns the gradient of one more sample alone, for experiments."""
         self._simulator, self._measured, self._train = simulator, list(measured), train
@@ -89,10 +89,7 @@ class Judge:
     def _known(self) -> list[Hypothesis]:
         low, high = getattr(self._loss, "low", 0.2), getattr(self._loss, "high", 0.2)
         known = catalogue(low=low, high=high, special_ids=self._special_ids)
-        known += fits(self._simulator, self._measured)
-        if self._loss is None:  # without a loss no other one can be simulated
-            known = [bug for bug in known if bug.push is None and not bug.entropy]
-        return known
+        return [*known, *fits(self._simulator, self._measured)]
 
     def _broken(self) -> list[Measured]:
         """Remove the steps whose gradient is not finite, and return them."""
@@ -203,7 +200,7 @@ class Judge:
             return rounding
         bug, fix = _GENERAL[stage]
         detail, other = self._tokens(worst) if stage == "alone" else (self._shares(worst), False)
-        if stage == "alone" and self._loss is not None:
+        if stage == "alone":
             general = (bug, fix) if not other else _CUT if self._right_losses(own) else _OTHER_PASS
             bug, fix = self._experiment(other) or general
         names = ", ".join(one.probe.what for one in own[:3])
@@ -237,11 +234,8 @@ class Judge:
         largest = max(one.error for one in wrong)
         if largest > _ROUNDING:
             return None
-        reference = self._simulator.reference
-        level = 2.0**-8
-        if isinstance(reference, Reference):
-            rounded = replace(self._simulator, reference=reference.rounded())
-            level = max(one.gap(rounded.gradient(one.probe.step)) for one in wrong[:6])
+        rounded = replace(self._simulator, reference=self._simulator.reference.rounded())
+        level = max(one.gap(rounded.gradient(one.probe.step)) for one in wrong[:6])
         if largest > 4 * level:
             return None
         return Finding(

@@ -53,8 +53,8 @@ class Noise:
         return []
 
 
-def measure_noise(run: Run, probe: Probe, tolerance: float, expected: Vector | None = None) -> Noise:
-    """Train one step several times. `expected` is its right gradient, if that is known."""
+def measure_noise(run: Run, probe: Probe, tolerance: float, expected: Vector) -> Noise:
+    """Train one step several times. `expected` is its right gradient."""
     runs = [run(probe.step)[1] for _ in range(_REPEATS)]
     first, size = runs[0], max(_length(runs[0]), 1e-300)
     if not all(np.isfinite(one).all() for one in runs):
@@ -73,7 +73,7 @@ def measure_noise(run: Run, probe: Probe, tolerance: float, expected: Vector | N
     return Noise(first=first, probe=probe, level=level, findings=(finding,), repeats=repeats, blocks=blocks)
 
 
-def _classified(runs: Sequence[Vector], expected: Vector | None) -> tuple[Finding, bool]:
+def _classified(runs: Sequence[Vector], expected: Vector) -> tuple[Finding, bool]:
     first = runs[0]
     size = float(first @ first) or 1e-300
     factors = np.array([float(one @ first) / size for one in runs])
@@ -82,7 +82,7 @@ def _classified(runs: Sequence[Vector], expected: Vector | None) -> tuple[Findin
     )
     steps = [runs[i + 1] - runs[i] for i in range(len(runs) - 1)]
     same = all(_length(one - steps[0]) < 1e-2 * _length(steps[0]) for one in steps)
-    if same and (_cosine(steps[0], first if expected is None else expected) > 0.99):
+    if same and (_cosine(steps[0], expected) > 0.99):
         return (
             Finding(
                 bug="gradients are not cleared between steps",

@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +52,6 @@ class Flat:
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.shapes = dict(shapes)
         total = sum(math.prod(shape) for shape in shapes.values())
         cap = max(16, _LARGEST // len(shapes)) if total > _LARGEST else total
         self.slices: dict[str, slice] = {}
@@ -64,7 +63,7 @@ class Flat:
                 self._sketch[name] = (rng.integers(0, cap, size), rng.choice([-1.0, 1.0], size))
             self.slices[name] = slice(start, start + min(size, cap))
             start += min(size, cap)
-        self.size, self.exact = start, not self._sketch
+        self.size = start
 
     def __call__(self, gradients: Mapping[str, Vector]) -> Vector:
         out = np.zeros(self.size)
@@ -77,23 +76,6 @@ class Flat:
                 values = np.bincount(buckets, weights=values * signs, minlength=at.stop - at.start)
             out[at] = values
         return out
-
-
-class Passes(Protocol):
-    """Gives log-probabilities of sequences, and gradients of them."""
-
-    @property
-    def flat(self) -> Flat: ...
-
-    def logprobs(self, sequence: Sequence1) -> Vector: ...
-
-    def entropies(self, sequence: Sequence1) -> Vector: ...
-
-    def pull(self, sequence: Sequence1, coefficients: Vector) -> Vector: ...
-
-    def pull_entropy(self, sequence: Sequence1, coefficients: Vector) -> Vector: ...
-
-    def weights(self) -> Vector: ...
 
 
 class Reference:
@@ -222,5 +204,5 @@ def _plain(name: str) -> str:
     return name
 
 
-def listed(values: Sequence[float] | Vector, digits: int = 3) -> str:
-    return ", ".join(f"{value:.{digits}g}" for value in values)
+def listed(values: Sequence[float] | Vector) -> str:
+    return ", ".join(f"{value:.3g}" for value in values)

@@ -7,11 +7,9 @@ on both sides of usual clips. Values of columns at untrained tokens are large an
     pattern    ...###....##...####     # is a trained token, . is context
 """
 
-# ruff: noqa: ARG005   (functions of one kind have one signature, whether or not they need all of it)
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -40,7 +38,7 @@ _JUNK = 7.0
 """Advantage at untrained tokens of samples whose advantages differ by token."""
 
 Logprobs = Callable[[NDArray[np.int64], NDArray[np.float64]], NDArray[np.float64]]
-"""token ids, temperatures -> log-probabilities of a sequence under the trainer's model, or an estimate of them."""
+"""token ids, temperatures -> log-probabilities of a sequence under the trainer's model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,8 +230,3 @@ def other_id(sample: Sample, at: int) -> Sample:
     others = [token for token in ids.tolist() if token != ids[at]]
     ids[at] = others[len(others) // 2]
     return sample.replace(token_ids=ids, id=f"{sample.id} with another token {at}")
-
-
-def uniform(vocabulary: int) -> Logprobs:
-    """Return log-probabilities of a model that knows nothing: near those of a fresh one."""
-    return lambda ids, temperatures: np.full(len(ids), -math.log(vocabulary))

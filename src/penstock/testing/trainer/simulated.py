@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.packing import MicroBatch, PackedStep
-from penstock.testing.trainer.reference import Passes, Sequence1, Vector
+from penstock.testing.trainer.reference import Reference, Sequence1, Vector
 
 Columns: TypeAlias = Mapping[str, NDArray[Any]]
 Per: TypeAlias = Literal["token", "sample"]
@@ -160,7 +160,7 @@ class Hypothesis:
 class Simulator:
     """Predicts gradients of steps."""
 
-    reference: Passes
+    reference: Reference
     push: Push
     per: Per
     _rows: dict[int, tuple[PackedStep, Rows]] = field(default_factory=dict)

@@ -171,24 +171,18 @@
     if (!found.prompts.length)
       return ps.fill(element, ps.el("p", { class: "empty" }, "No step has been trained yet."));
     const list = ps.el("div", {});
-    const wantedName = { id: "find-prompt", placeholder: "part of a name", value: ps.query.get("prompt") || "" };
-    const search = ps.input(wantedName, (text) => {
-      ps.query.set({ prompt: text || null });
-      draw();
-    });
-    const draw = () => {
-      const wanted = search.value.toLowerCase();
-      const [, order] = SORTS[ps.query.get("sort")] || SORTS.groups;
-      const rows = found.prompts
-        .filter((one) => (one.prompt + " " + one.env).toLowerCase().includes(wanted))
-        .sort(order);
+    const fill = (rows) => {
       const more = rows.length > SHOWN ? "the first " + SHOWN + " of " + ps.number(rows.length) : ps.number(rows.length);
       ps.fill(list, ps.el("p", { class: "dim small", id: "prompts-shown" }, more + " shown"), prompts(rows.slice(0, SHOWN), open));
     };
-    const sorts = Object.entries(SORTS).map(([key, [text]]) => [key, text]);
-    const box = ps.select("prompt-sort", "Order", sorts, ps.query.get("sort") || "groups", (chosen) => {
-      ps.query.set({ sort: chosen });
-      draw();
+    const [boxes, draw] = ps.orderedList({
+      id: "prompt",
+      orders: SORTS,
+      order: "sort",
+      find: "prompt",
+      rows: found.prompts,
+      nameOf: (one) => one.prompt + " " + one.env,
+      fill,
     });
     const note =
       found.num_prompts > found.prompts.length
@@ -200,7 +194,7 @@
       ps.el("h2", {}, "Environments, last 10 steps"),
       environments(found),
       ps.el("h2", {}, "Prompts"),
-      ps.el("div", { class: "controls tools" }, ps.el("label", {}, "order", box), ps.el("label", {}, "find", search), ps.el("span", { class: "dim" }, summary)),
+      ps.el("div", { class: "controls tools" }, ...boxes, ps.el("span", { class: "dim" }, summary)),
       list,
     );
     draw();

@@ -107,8 +107,30 @@
     });
   };
 
-  // The rule to try first: the one that training used, if it is among them.
-  ps.ruleOf = (own) => (own && ps.rules[own.kind] ? own.kind : "dppo");
+  // A box to choose a rule and boxes for its thresholds. `begin(name, sample)` starts with the thresholds of a sample (or
+  // of what has its `fields`), `changed` is called whenever rule or thresholds are others.
+  ps.ruleChooser = function (prefix, note, changed) {
+    const self = { name: "dppo", thresholds: {}, inputs: ps.el("div", { class: "inputs" }) };
+    const names = Object.entries(ps.rules).map(([name, one]) => [name, one.label]);
+    let sample = null;
+    const reset = () => {
+      self.thresholds = ps.thresholdsOf(sample, self.name);
+      self.about.textContent = "Masks a trained token " + ps.rules[self.name].about + "." + note;
+      const boxes = ps.thresholdBoxes(self.thresholds, changed, prefix + "threshold-");
+      self.inputs.replaceChildren(...boxes, ps.button("reset", reset, { id: prefix + "reset" }));
+      changed();
+    };
+    self.about = ps.el("p", { class: "dim small" });
+    self.box = ps.select(prefix + "rule", "Rule", names, self.name, (name) => self.begin(name, sample));
+    self.begin = (name, of) => {
+      [self.name, self.box.value, sample] = [name, name, of];
+      reset();
+    };
+    return self;
+  };
+
+  // The rule to try first: the one that training used, if it is among them; DPPO's thresholds are those of OPD.
+  ps.ruleOf = (own, other) => (own && ps.rules[own.kind] ? own.kind : own && own.kind === "opd" ? "dppo" : other);
 
   // The thresholds a sample was trained with, if recorded.
   ps.thresholdsOf = function (sample, name) {

@@ -50,11 +50,6 @@
     }));
     go = (run) => open(run, []);
     const list = ps.el("div", {});
-    const wantedName = { id: "find-run", placeholder: "part of a name", value: ps.query.get("find") || "" };
-    const find = ps.input(wantedName, (text) => {
-      ps.query.set({ find: text || null });
-      fill();
-    });
     for (const key of chosen) if (!found.some((run) => run.key === key)) chosen.delete(key);
     const few = () => chosen.size < 2;
     const together = () => {
@@ -62,17 +57,15 @@
       open(all[0], all.slice(1).map((run) => run.key));
     };
     const draw = ps.button("draw chosen together", together, { id: "draw-together", disabled: few() });
-    const fill = () => {
-      const wanted = find.value.toLowerCase();
-      const [, order] = ORDERS[ps.query.get("order")] || ORDERS.last;
-      const rows = found.filter((run) => run.name.toLowerCase().includes(wanted)).sort(order);
-      const changed = () => (draw.disabled = few());
-      ps.fill(list, ps.table("runs", NAMES, (i) => LEFT.has(i), rows.map((run) => rowOf(run, changed))));
-    };
-    const orders = Object.entries(ORDERS).map(([key, [text]]) => [key, text]);
-    const order = ps.select("run-order", "Order", orders, ps.query.get("order") || "last", (value) => {
-      ps.query.set({ order: value });
-      fill();
+    const changed = () => (draw.disabled = few());
+    const [boxes, fill] = ps.orderedList({
+      id: "run",
+      orders: ORDERS,
+      order: "order",
+      find: "find",
+      rows: found,
+      nameOf: (run) => run.name,
+      fill: (rows) => ps.fill(list, ps.table("runs", NAMES, (i) => LEFT.has(i), rows.map((run) => rowOf(run, changed)))),
     });
     const count = ps.number(found.length) + (found.length === 1 ? " run" : " runs");
     const more = answer.left_out ? `; ${ps.number(answer.left_out)} that changed earlier are left out` : "";
@@ -81,8 +74,7 @@
       ps.el(
         "div",
         { class: "controls tools" },
-        ps.el("label", {}, "order", order),
-        ps.el("label", {}, "find", find),
+        ...boxes,
         draw,
         ps.el("span", { class: "dim", role: "status" }, count + more),
       ),

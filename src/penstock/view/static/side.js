@@ -4,8 +4,7 @@
   let sample = null;
   let other = null; // the same sample of the run it is compared with
   let parts = null;
-  let rule = "dppo";
-  let thresholds = {};
+  let tried = null; // the rule being tried, kept from sample to sample
   let live = null;
   let exported = null;
   let pick = () => {};
@@ -58,7 +57,7 @@
     );
     const said = [sample, other].filter(Boolean).map((one) => ps.visible(roleOf(one, i)) || "–");
     if (said.some((role) => role !== "–")) cells.push(line("role", "role", ...said));
-    if (live) cells.push(line("masked by " + ps.rules[rule].label, "live", live[i] ? "yes" : "no"));
+    if (live) cells.push(line("masked by " + ps.rules[tried.name].label, "live", live[i] ? "yes" : "no"));
     const head = other
       ? ps.el("thead", {}, ps.el("tr", {}, ...["", "A", "B"].map((name) => ps.el("th", { scope: "col" }, name))))
       : null;
@@ -132,29 +131,12 @@
   };
 
   function recount() {
-    live = ps.judge(sample, rule, thresholds);
-    const found = ps.countRule([sample], rule, thresholds);
+    live = ps.judge(sample, tried.name, tried.thresholds);
+    const found = ps.countRule([sample], tried.name, tried.thresholds);
     const none = "This sample has no values for this rule.";
     parts.counts.replaceChildren(found ? ps.ruleTable(found, "") : ps.el("p", { class: "dim" }, none));
     onRule(live);
     drawMarks();
-  }
-
-  function reset() {
-    thresholds = ps.thresholdsOf(sample, rule);
-    parts.about.textContent =
-      "Masks a trained token " + ps.rules[rule].about + ". The Step page counts over all samples.";
-    parts.inputs.replaceChildren(
-      ...ps.thresholdBoxes(thresholds, recount, "threshold-"),
-      ps.button("reset", reset, { id: "reset" }),
-    );
-    recount();
-  }
-
-  function choose(name) {
-    rule = name;
-    parts.rule.value = name;
-    reset();
   }
 
   // Where a rule's thresholds lie on the axis of the ratio, in powers of ten.
@@ -171,7 +153,7 @@
       mask: c.loss_mask,
       transform: log,
       format: ps.power,
-      marks: ps.edgesOf(rule, thresholds).map((edge) => 10 ** edge),
+      marks: ps.edgesOf(tried.name, tried.thresholds).map((edge) => 10 ** edge),
       centre: 1,
       label: "ratio",
     });
@@ -234,29 +216,20 @@
         kl: canvas("kl"),
         scatter: canvas("scatter"),
         counts: ps.el("div", { id: "counts" }),
-        inputs: ps.el("div", { class: "inputs" }),
-        about: ps.el("p", { class: "dim small" }),
       };
-      parts.rule = ps.select(
-        "rule",
-        "Rule",
-        Object.entries(ps.rules).map(([name, one]) => [name, one.label]),
-        rule,
-        choose,
-      );
+      tried = tried || ps.ruleChooser("", " The Step page counts over all samples.", recount);
       parts.token.append(ps.el("p", { class: "dim" }, "Point at a token, or move with the arrow keys."));
       element.replaceChildren(
         section("Token", parts.token),
         ...[rolloutTable()].filter(Boolean).map((table) => section("Rollout", table)),
         ...computed(
-          section("What would be masked", parts.rule, parts.inputs, parts.about, parts.counts),
+          section("What would be masked", tried.box, tried.inputs, tried.about, parts.counts),
           section("Ratio", parts.ratio),
           section("Mismatch KL", parts.kl),
           section("Trainer and sampler", parts.scatter),
         ),
       );
-      const own = sample.fields.rule && sample.fields.rule.kind;
-      choose(ps.rules[own] ? own : own === "opd" ? "dppo" : rule);
+      tried.begin(ps.ruleOf(sample.fields.rule, tried.name), sample);
     },
     token(i) {
       if (sample && parts) showToken(i);

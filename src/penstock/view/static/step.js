@@ -1,8 +1,7 @@
 // The step page: what was packed, trained and masked in a step, and what another rule would have masked of it.
 "use strict";
 {
-  let rule = "";
-  let thresholds = {};
+  let rule = ""; // the rule being tried, kept from step to step
   let at = null;
   let asked = 0;
 
@@ -87,7 +86,7 @@
 
   // ---------------------------------------------------------------- what if
 
-  async function recount(counts) {
+  async function recount(counts, thresholds) {
     const turn = ++asked;
     try {
       const found = await ps.source.whatIf(at, rule, thresholds);
@@ -109,36 +108,20 @@
 
   function whatIf(found, redraw) {
     const counts = ps.el("div", { id: "step-counts" });
-    const inputs = ps.el("div", { class: "inputs" });
-    const about = ps.el("p", { class: "dim small" });
-    const changed = () => {
-      redraw();
-      recount(counts);
-    };
-    const own = ps.ruleOf(found.rule);
-    const choose = (name) => {
-      rule = name;
-      thresholds = ps.thresholdsOf({ fields: found }, name);
-      about.textContent = "Masks a trained token " + ps.rules[name].about + ".";
-      inputs.replaceChildren(...ps.thresholdBoxes(thresholds, changed, "step-threshold-"));
-      changed();
-    };
-    const box = ps.select(
-      "step-rule",
-      "Rule",
-      Object.entries(ps.rules).map(([name, one]) => [name, one.label]),
-      rule || own,
-      choose,
-    );
+    const tried = ps.ruleChooser("step-", "", () => {
+      rule = tried.name;
+      redraw(tried);
+      recount(counts, tried.thresholds);
+    });
     const element = ps.panel(
       "What another rule would have masked",
       "over all trained tokens of the step",
-      box,
-      inputs,
-      about,
+      tried.box,
+      tried.inputs,
+      tried.about,
       counts,
     );
-    return [element, () => choose(rule || own)];
+    return [element, () => tried.begin(rule || ps.ruleOf(found.rule, "dppo"), { fields: found })];
   }
 
   // ---------------------------------------------------------------- the page
@@ -150,12 +133,12 @@
     ps.histogram(drawn.stale, values("staleness"), { height: 110, label: "staleness" });
   }
 
-  function tokenHistograms(drawn, histograms) {
+  function tokenHistograms(drawn, histograms, tried) {
     const none = { low: 0, high: 1, counts: [], values: 0 };
     ps.bars(drawn.ratio, histograms.importance_ratio || none, {
       height: 130,
       format: ps.power,
-      marks: ps.edgesOf(rule, thresholds),
+      marks: ps.edgesOf(tried.name, tried.thresholds),
       centre: 0,
       label: "ratio of all trained tokens",
     });
@@ -178,7 +161,7 @@
       length: canvas("lengths"),
       stale: canvas("stale"),
     };
-    const [tried, begin] = whatIf(found, () => tokenHistograms(drawn, found.histograms));
+    const [tried, begin] = whatIf(found, (rule) => tokenHistograms(drawn, found.histograms, rule));
     ps.fill(
       element,
       cards(found, packed),

@@ -79,6 +79,26 @@ const ps = {};
     return ps.el("div", { class: "table" }, table);
   };
 
+  // A list with a box for its order and one for a part of a name, both kept in the address. `orders` has texts and
+  // comparisons by key, `fill` draws the list from rows that are chosen and sorted. Returns the boxes, and a function
+  // that draws.
+  ps.orderedList = function ({ id, orders, order, find, rows, nameOf, fill }) {
+    const draw = () => {
+      const wanted = search.value.toLowerCase();
+      const [, compare] = orders[ps.query.get(order)] || Object.values(orders)[0];
+      fill(rows.filter((one) => nameOf(one).toLowerCase().includes(wanted)).sort(compare));
+    };
+    const set = (name) => (value) => {
+      ps.query.set({ [name]: value || null });
+      draw();
+    };
+    const shown = { id: "find-" + id, placeholder: "part of a name", value: ps.query.get(find) || "" };
+    const search = ps.input(shown, set(find));
+    const texts = Object.entries(orders).map(([key, [text]]) => [key, text]);
+    const box = ps.select(id + "-order", "Order", texts, ps.query.get(order) || texts[0][0], set(order));
+    return [[ps.el("label", {}, "order", box), ps.el("label", {}, "find", search)], draw];
+  };
+
   ps.mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 
   // The last place in a rising list whose value is at most x; 0 if all are larger.
