@@ -12,10 +12,12 @@ This catches a client that outlives its run while a new one is started in the sa
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import xxhash
 
-from penstock.errors import CorruptFrame
+from penstock.errors import CorruptFrame, InvalidInput
 from penstock.protocol.messages import Buffer, FromClient, FromPlane
 
 PROTOCOL = 3
@@ -40,6 +42,39 @@ def wrap(record: bytes, run_id: bytes) -> bytes:
     """Return the header for a record that is already encoded."""
     body = _PREFIX + run_id + record
     return xxhash.xxh3_64_digest(body) + body
+
+
+def check_message(message: FromClient) -> None:
+    """Raise InvalidInput if a value has a type that the plane cannot read.
+
+    The plane drops a message that it cannot read, like one that was altered on the way, so its sender would ask again
+    for ever.
+    """
+    try:
+        _TO_PLANE.decode(_PACK.encode(message))
+    except msgspec.ValidationError as error:
+        raise InvalidInput(_wrong_value(message, str(error))) from None
+    except (TypeError, OverflowError, UnicodeEncodeError) as error:  # nothing that msgpack can hold
+        raise InvalidInput(f"{_unpackable(message)}; {error}") from None
+
+
+def _wrong_value(message: FromClient, problem: str) -> str:
+    """Name the field that "Expected `float`, got `bool` - at `$[8]`" is about: a message is an array, its tag first."""
+    found = re.search(r"^(.*) - at `\$\[(\d+)\]", problem)
+    if found is None:
+        return f"{type(message).__name__}: {problem}"
+    field = message.__struct_fields__[int(found[2]) - 1]
+    return f"{field}: {repr(getattr(message, field))[:60]}; {found[1][:1].lower()}{found[1][1:]}"
+
+
+def _unpackable(message: FromClient) -> str:
+    """Name the first field that cannot be encoded."""
+    for field in message.__struct_fields__:
+        try:
+            _PACK.encode(getattr(message, field))
+        except (TypeError, OverflowError, UnicodeEncodeError):
+            return f"{field}: {repr(getattr(message, field))[:60]}"
+    return type(message).__name__
 
 
 class Packer:
