@@ -12,10 +12,12 @@ This catches a client that outlives its run while a new one is started in the sa
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import xxhash
 
-from penstock.errors import CorruptFrame
+from penstock.errors import CorruptFrame, InvalidInput
 from penstock.protocol.messages import Buffer, FromClient, FromPlane
 
 PROTOCOL = 3
@@ -34,6 +36,26 @@ _TO_CLIENT: msgspec.msgpack.Decoder[FromPlane] = msgspec.msgpack.Decoder(FromPla
 def pack_message(message: FromClient | FromPlane, run_id: bytes = NO_RUN) -> bytes:
     """Return a message's header: everything but the payload."""
     return wrap(_PACK.encode(message), run_id)
+
+
+def check_sendable(message: FromClient) -> None:
+    """Raise InvalidInput for a message that no plane reads: a field holds another type, or a number too large for it.
+
+    If such a message were sent, the plane would drop it, and its sender would wait for an answer until it gives up."""
+    fields = message.__struct_fields__
+    try:
+        _TO_PLANE.decode(_PACK.encode(message))
+    except msgspec.ValidationError as error:
+        place = re.search(r"\$\[(\d+)\]", str(error))  # 0 is the message's tag
+        name = fields[int(place[1]) - 1] if place else "message"
+        raise InvalidInput(f"{name}: {str(error).partition(' - at ')[0]}") from None
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        for name in fields:
+            try:
+                _PACK.encode(getattr(message, name))
+            except (TypeError, ValueError, OverflowError, RecursionError) as error:
+                raise InvalidInput(f"{name}: {getattr(message, name)!r:.80}: {error}") from None
+        raise
 
 
 def wrap(record: bytes, run_id: bytes) -> bytes:
