@@ -66,7 +66,8 @@ def test_a_report_takes_numbers_of_numpy_and_rejects_what_is_none(open_plane: Op
         for wrong in ({"g": "high"}, {"g": None}, {3: 1.0}):
             with pytest.raises(InvalidInput, match="priorities"):
                 source.report(step, priorities=wrong)  # type: ignore[arg-type]
-        source.report(step, priorities={"g": np.float32(2.0)}, metrics={"g/0": np.float64(0.5)})
+        numbers: Any = {"g": np.float32(2.0)}
+        source.report(step, priorities=numbers, metrics={"g/0": np.float64(0.5)})
         source.commit(step)
         source.flush(60)
     assert plane.ledger.committed == 2

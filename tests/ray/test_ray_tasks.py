@@ -1,5 +1,4 @@
-"""Tasks of a plane on Ray: leased by actors, leased again when one is killed; a judge attaches rewards, a teacher values
-per token."""
+"""Tasks of a plane on Ray: prompts of a killed actor are leased again, a judge and a teacher attach late columns."""
 
 from __future__ import annotations
 
