@@ -337,6 +337,8 @@ class Plane:
         """
         from penstock.client.tasks import Tasks, TaskSettings
 
+        if isinstance(again, str):
+            raise InvalidInput(f"tasks: again: {again!r:.80} is one reason; pass a list: again=[{again!r:.80}]")
         settings = TaskSettings(
             name=name,
             epochs=epochs,

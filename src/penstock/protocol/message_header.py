@@ -28,6 +28,8 @@ MAX_HEADER = 1 << 24
 HEAD_BYTES = 25
 """Bytes before the record: 8 + 1 + 16."""
 _PREFIX = bytes([PROTOCOL])
+_UNPACKABLE = (TypeError, ValueError, OverflowError, RecursionError)
+"""What the encoder raises for a value that no message can hold. A lone surrogate is a ValueError."""
 _PACK = msgspec.msgpack.Encoder()
 _TO_PLANE: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
 _TO_CLIENT: msgspec.msgpack.Decoder[FromPlane] = msgspec.msgpack.Decoder(FromPlane)
@@ -54,7 +56,7 @@ def check_message(message: FromClient) -> None:
         _TO_PLANE.decode(_PACK.encode(message))
     except msgspec.ValidationError as error:
         raise InvalidInput(_wrong_value(message, str(error))) from None
-    except (TypeError, OverflowError, UnicodeEncodeError) as error:  # nothing that msgpack can hold
+    except _UNPACKABLE as error:
         raise InvalidInput(f"{_unpackable(message)}; {error}") from None
 
 
@@ -72,7 +74,7 @@ def _unpackable(message: FromClient) -> str:
     for field in message.__struct_fields__:
         try:
             _PACK.encode(getattr(message, field))
-        except (TypeError, OverflowError, UnicodeEncodeError):
+        except _UNPACKABLE:
             return f"{field}: {repr(getattr(message, field))[:60]}"
     return type(message).__name__
 
