@@ -36,7 +36,7 @@ from penstock.log.log_rows import (
     group_values,
     pack_outcome,
 )
-from penstock.log.volume import Disk
+from penstock.log.run_folder import Disk
 
 FORMAT = 5
 

@@ -20,11 +20,9 @@ from typing import Any
 
 from penstock.errors import CorruptFile, DiskFull
 from penstock.log.decision_log import FORMAT, Guard, Log
-from penstock.log.folder_lock import own, release
 from penstock.log.log_rows import TABLES, definitions
+from penstock.log.run_folder import Disk, Witness, check_log_is_there, check_witness, own, release
 from penstock.log.sqlite_reader import quick_check, typed_error, typed_errors
-from penstock.log.volume import Disk
-from penstock.log.witness import Witness, check_log_is_there, check_witness
 
 logger = logging.getLogger("penstock.log")
 _PAGE = 4096
