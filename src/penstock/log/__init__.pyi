@@ -1,6 +1,7 @@
 from penstock.log.decision_log import FORMAT as FORMAT
 from penstock.log.decision_log import Guard as Guard
 from penstock.log.decision_log import Log as Log
+from penstock.log.decision_log import LogReader as LogReader
 from penstock.log.decision_records import AdmitGroup as AdmitGroup
 from penstock.log.decision_records import Advance as Advance
 from penstock.log.decision_records import AttachColumn as AttachColumn
@@ -30,7 +31,6 @@ from penstock.log.finding import note_url as note_url
 from penstock.log.finding import open_existing as open_existing
 from penstock.log.finding import reading as reading
 from penstock.log.finding import url_of as url_of
-from penstock.log.log_reader import LogReader as LogReader
 from penstock.log.log_rows import MAX_EVENTS as MAX_EVENTS
 from penstock.log.log_rows import MAX_SHOWN as MAX_SHOWN
 from penstock.log.log_rows import GroupOutcome as GroupOutcome

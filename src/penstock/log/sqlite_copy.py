@@ -9,8 +9,8 @@ from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
+from penstock.log.decision_log import LogReader
 from penstock.log.finding import reading, url_of
-from penstock.log.log_reader import LogReader
 from penstock.log.log_rows import TABLES
 from penstock.log.run_folder import LOG
 from penstock.log.sqlite_log import SCHEMA

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from penstock.errors import CorruptFile, DiskFull, PenstockError, StorageError
-from penstock.log.log_reader import LogReader
+from penstock.log.decision_log import LogReader
 from penstock.log.run_folder import LogInUse
 
 
