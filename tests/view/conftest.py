@@ -84,6 +84,7 @@ def browser() -> Any:
 @pytest.fixture
 def page(browser: Any) -> Any:
     """The one browser's page, with nothing of the test before on it."""
+    browser.unroute_all()
     browser.goto("about:blank")
     browser.errors.clear()
     browser.set_viewport_size({"width": 1440, "height": 900})
