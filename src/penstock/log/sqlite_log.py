@@ -1,8 +1,8 @@
 """A run's log in one SQLite file.
 
 SQLite in WAL mode with full sync does what a log must: a transaction is on disk, or it never happened. One process owns
-a run's folder, by a lock that ends with the process. The witness (`witness.py`) counts commits outside the database, so
-a log that lost some of them is detected.
+a run's folder, by a lock that ends with the process. The witness (`run_folder.py`) counts commits outside the database,
+so a log that lost some of them is detected.
 """
 
 from __future__ import annotations
