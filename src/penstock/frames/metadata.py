@@ -177,7 +177,7 @@ def _check_sizes(found: GroupMetadata) -> None:
         if size != 8 * count:
             raise CorruptFrame(f"metadata of a group: {size} bytes of {name}; {count} samples take {8 * count}")
     sizes = {"rewards": len(found.rewards) / 4, "truncated": len(found.truncated), "seconds": len(found.seconds)}
-    if found.late:
+    if found.late != NO_LATE:
         sizes |= {f"late {name}": len(data) / 4 for name, data in found.late.values.items()}
         sizes |= {f"digests of late {name}": len(data) / 16 for name, data in found.late.digests.items()}
         sizes["samples left out"] = len(found.late.left_out)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
@@ -447,8 +447,3 @@ def _with(group: WaitingGroup, column: str, given: Given) -> WaitingGroup:
         given=group.given | {column: group.given.get(column, {}) | given},
         priority=group.priority,
     )
-
-
-def counts_of(waiting: Iterable[WaitingGroup]) -> Counter[str]:
-    """Return how many groups wait for each column."""
-    return Counter(name for group in waiting for name in group.awaited.columns if group.lacks(name))
