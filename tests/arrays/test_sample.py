@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.arrays import ImageSpan, Sample, check_text
+from penstock.arrays import TOKEN_COLUMNS, ImageSpan, Sample, check_text
 from penstock.arrays.ragged import arrays_in
 from penstock.errors import InvalidInput, UnknownKey
 from penstock.testing.reference import record
@@ -164,6 +164,34 @@ def test_arrays_of_a_sample_cannot_be_written_to(sample: Sample) -> None:
 def test_fields_of_a_sample_cannot_be_set() -> None:
     with pytest.raises(AttributeError, match="replace"):
         build().env = "other"
+
+
+PER_TOKEN = sorted(name for name, column in TOKEN_COLUMNS.items() if not column.trailing and not column.ragged)
+
+
+@pytest.mark.parametrize("name", PER_TOKEN)
+@pytest.mark.parametrize("shape", ["plain", "every second", "two rows", "too short", "subclass"])
+def test_an_array_that_needs_no_conversion_is_checked_like_a_list(name: str, shape: str) -> None:
+    values = np.array([0, 1, 1, 1, 0, 0], TOKEN_COLUMNS[name].dtype)
+    array = {
+        "plain": values[:3],
+        "every second": values[::2],
+        "two rows": values.reshape(2, 3),
+        "too short": values[:2],
+        "subclass": values[:3].view(np.recarray),
+    }[shape]
+    others = {"token_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
+    found = [_made(others | {name: given}) for given in (array, array.tolist())]
+    assert found[0] == found[1]
+    if isinstance(found[0], Sample):
+        assert type(found[0][name]) is np.ndarray and not found[0][name].flags.writeable and values.flags.writeable
+
+
+def _made(columns: dict[str, Any]) -> Sample | str:
+    try:
+        return Sample(id="a", **columns)
+    except InvalidInput as error:
+        return str(error)
 
 
 def test_an_array_of_the_right_dtype_is_not_copied() -> None:

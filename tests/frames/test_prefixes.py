@@ -45,12 +45,24 @@ def test_prefixes_are_as_long_as_they_can_be_and_unfold_to_the_rows(rows: list[l
     assert restore(stored, offsets, found).tolist() == values.tolist()
 
 
-@given(st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 3000))
-def test_common_prefix_equals_the_reference_whatever_is_guessed(same: int, a: int, b: int, guess: int) -> None:
+@given(st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 3000))
+def test_common_prefix_equals_the_reference(same: int, a: int, b: int) -> None:
     left = np.concatenate([np.ones(same, np.uint32), np.full(a, 2, np.uint32)])
     right = np.concatenate([np.ones(same, np.uint32), np.full(b, 3, np.uint32)])
-    expected = reference.common_prefix(left.tolist(), right.tolist())
-    assert {common_prefix(left, right, tried) for tried in (0, guess, same)} == {expected}
+    assert common_prefix(left, right) == reference.common_prefix(left.tolist(), right.tolist())
+
+
+@given(st.lists(st.integers(MIN_SHARED, 80), min_size=2, max_size=5), st.integers(0, 1))
+def test_siblings_share_as_much_as_the_reference_says_wherever_the_last_one_split(splits: list[int], more: int) -> None:
+    # Every row repeats the prompt up to its own split. What its elder sibling shared is tried first.
+    prompt = list(range(80))
+    rows = [[*prompt[:at], 1000 + i, *prompt[: more * 40]] for i, at in enumerate(splits)]
+    found = find_prefixes(
+        np.concatenate([np.array(row, np.uint32) for row in rows]), offsets_of([len(row) for row in rows])
+    )
+    for i, shared in enumerate(found.shared.tolist()):
+        longest = max((reference.common_prefix(rows[i], row) for row in rows[:i]), default=0)
+        assert shared == (longest if longest >= MIN_SHARED else 0)
 
 
 def test_values_that_differ_where_tokens_are_shared_are_not_shared() -> None:

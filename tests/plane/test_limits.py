@@ -13,6 +13,8 @@ from penstock.arrays.columns import TEXT_COLUMNS
 from penstock.errors import CorruptFrame, InvalidInput, PenstockError
 from penstock.frames import encode
 from penstock.plane.intake import limits_of
+from penstock.plane.settings import Replay
+from penstock.protocol import Amount
 from tests.support.groups import named_group
 from tests.support.planes import OpenEngine, OpenPlane
 
@@ -91,3 +93,15 @@ def test_one_bad_frame_does_not_fail_its_neighbours_in_the_same_write(open_engin
     outcomes = [engine.put(i, f"g{i}", b"not a frame" if i == 2 else encode(named_group(f"g{i}"))) for i in range(5)]
     assert [outcome is None for outcome in outcomes] == [True, True, False, True, True]
     assert [outcome.error for outcome in engine.flush()] == [None] * 4
+
+
+@pytest.mark.parametrize("capacity", [4, 9, 70, 5_000])
+@pytest.mark.parametrize("reserved", [0, 1, 66])
+def test_credit_is_the_largest_power_of_four_that_the_table_takes(
+    capacity: int, reserved: int, open_engine: OpenEngine
+) -> None:
+    engine = open_engine(replay=Replay(capacity=capacity))
+    table = engine.tenant_tables.table("")
+    powers = [4**power for power in range(1, 10)]
+    fitting = [n for n in powers if table.may_insert(ahead=reserved + n - 1)]
+    assert engine.acceptance.spare(Amount(reserved, 0)).groups == max(fitting, default=0)

@@ -159,7 +159,7 @@ def copied(cells: Cells) -> Cells:
 def freeze(cells: Cells) -> Cells:
     """Make cells read-only in place and return them."""
     for array in arrays_in(cells):
-        array.flags.writeable = False
+        array.setflags(write=False)
     return cells
 
 

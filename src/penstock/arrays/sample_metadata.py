@@ -170,7 +170,8 @@ def cut(length: int, seq_len: int, spans: Sequence[ImageSpan]) -> int:
 
 def _term_tokens(samples: Samples, kept: NDArray[np.int64], trained: NDArray[np.int64]) -> NDArray[np.int64]:
     modes = samples.text["mode"]
-    out = np.array([_WEIGHS[mode] for mode in modes], np.int64).reshape(-1, len(WEIGHTS)) * trained[:, None]
+    weighs = [_WEIGHS[modes[0]]] if len(set(modes)) == 1 else [_WEIGHS[mode] for mode in modes]
+    out = np.array(weighs, np.int64).reshape(-1, len(WEIGHTS)) * trained[:, None]
     mask = samples.columns["loss_mask"]
     for term, name in enumerate(WEIGHTS):
         column = samples.columns.get(name)

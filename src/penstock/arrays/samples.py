@@ -206,10 +206,11 @@ def _join(column: Column, values: Sequence[Cells | None], offsets: Offsets, *, p
     if column.ragged:
         nothing = Ragged.empty(0, column.numpy)
         return Ragged.of([nothing if v is None else v for v in values], offsets if len(given) == len(values) else None)
-    shapes = {v.shape[1:] for v in given}
+    # Without trailing dimensions every shape[1:] is (), and a column per token is never one number.
+    shapes = {v.shape[1:] for v in given} if column.trailing else {()}
     if len(shapes) > 1:
         raise InvalidInput(f"{name}: samples of one batch have trailing shapes {sorted(shapes)}; give them one shape")
-    full = len(given) == len(values) and all(v.ndim == 1 + column.trailing for v in given)
+    full = len(given) == len(values) and (column.per == "token" or all(v.ndim == 1 for v in given))
     if full:
         parts = given
     else:

@@ -101,19 +101,16 @@ class SharedPrefixes:
         return np.array(out, np.intp)
 
 
-def common_prefix(a: Array, b: Array, guess: int = 0) -> int:
+def common_prefix(a: Array, b: Array) -> int:
     """Return the length of the longest common prefix of two one-dimensional arrays.
 
-    `guess` is tried first, with one memcmp, because all answers to a prompt diverge at the same position. Otherwise the
-    search uses growing strides, so that an early difference costs little.
+    The search uses growing strides, so that an early difference costs little.
 
     >>> import numpy as np
     >>> common_prefix(np.array([1, 2, 3]), np.array([1, 2, 4, 5]))
     2
     """
     limit = min(len(a), len(b))
-    if 0 < guess < limit and a[guess] != b[guess] and a[:guess].tobytes() == b[:guess].tobytes():
-        return guess
     at, stride = 0, 512
     while at < limit:
         end = min(limit, at + stride)

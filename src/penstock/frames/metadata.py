@@ -13,6 +13,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -49,6 +50,8 @@ _MAX_BYTES = 1 << 26
 WITH, WITHOUT = "with", "without"
 _ARRAYS = ("lengths", "kept", "loss_tokens", "kept_loss_tokens", "patches", "stub", "stub_patches")
 """Numbers per sample, as int64."""
+_arrays_of = attrgetter(*_ARRAYS)
+_I8 = np.dtype("<i8")
 MAX_METRICS, MAX_METRIC_NAME = 32, 64
 
 
@@ -172,18 +175,11 @@ def _inflated(data: bytes) -> bytes:
 def _check_sizes(found: GroupMetadata) -> None:
     """Raise unless per-sample fields have one entry per sample, counts are possible, and metrics are few."""
     count = found.num_samples
-    for name in _ARRAYS:
-        size = len(getattr(found, name))
+    for name, size in zip(_ARRAYS, map(len, _arrays_of(found)), strict=True):
         if size != 8 * count:
             raise CorruptFrame(f"metadata of a group: {size} bytes of {name}; {count} samples take {8 * count}")
-    sizes = {"rewards": len(found.rewards) / 4, "truncated": len(found.truncated), "seconds": len(found.seconds)}
-    if found.late != NO_LATE:
-        sizes |= {f"late {name}": len(data) / 4 for name, data in found.late.values.items()}
-        sizes |= {f"digests of late {name}": len(data) / 16 for name, data in found.late.digests.items()}
-        sizes["samples left out"] = len(found.late.left_out)
-    for name, entries in sizes.items():
-        if entries not in (0, count):
-            raise CorruptFrame(f"metadata of a group: {name} of {entries:g} samples; it has {count}")
+    if found.rewards or found.truncated or found.seconds or found.late != NO_LATE:
+        _check_values(found, count)
     if (found.versions or found.version_terms) and (
         problem := versions_problem(found.versions, found.version_terms, np.frombuffer(found.loss_tokens, "<i8"))
     ):
@@ -193,6 +189,18 @@ def _check_sizes(found: GroupMetadata) -> None:
             f"metadata of a group: {len(found.metrics)} metrics; at most {MAX_METRICS}, with names of at most "
             f"{MAX_METRIC_NAME} characters"
         )
+
+
+def _check_values(found: GroupMetadata, count: int) -> None:
+    """Raise unless what not every group has is given for none or for each of its samples."""
+    sizes = {"rewards": len(found.rewards) / 4, "truncated": len(found.truncated), "seconds": len(found.seconds)}
+    if found.late != NO_LATE:
+        sizes |= {f"late {name}": len(data) / 4 for name, data in found.late.values.items()}
+        sizes |= {f"digests of late {name}": len(data) / 16 for name, data in found.late.digests.items()}
+        sizes["samples left out"] = len(found.late.left_out)
+    for name, entries in sizes.items():
+        if entries not in (0, count):
+            raise CorruptFrame(f"metadata of a group: {name} of {entries:g} samples; it has {count}")
 
 
 def check_group(
@@ -264,7 +272,7 @@ def metadata_of(
         )
     columns = tuple(table.has)
     found = node_prefixes(samples, prefixes if prefixes is not None and prefixes.any else None)
-    shares = bool(found.lengths.any() or found.parted.any())
+    shares = bool(np.count_nonzero(found.lengths) or np.count_nonzero(found.parted))
     versions: list[int] = samples.policy_versions.tolist()
     return GroupMetadata(
         group=group,
@@ -279,8 +287,8 @@ def metadata_of(
         columns=columns,
         ids=samples.ids,
         modes=_one_for_all(table.mode),
-        **{name: getattr(table, name).astype("<i8").tobytes() for name in _ARRAYS},
-        term_tokens=table.term_tokens.astype("<i8").tobytes(),
+        **{name: getattr(table, name).astype(_I8, copy=False).tobytes() for name in _ARRAYS},
+        term_tokens=table.term_tokens.astype(_I8, copy=False).tobytes(),
         modality=table.modality.tobytes(),
         has=np.array([table.has[name] for name in columns]).T.tobytes(),
         parents=tuple(found.parents.tolist()) if shares else (),
@@ -420,8 +428,11 @@ def _kinds(group: str, table: SampleMetadata, *, is_partial: bool) -> dict[str, 
     for name, modes in ALL_OR_NONE.items():
         if name not in table.has and present.isdisjoint(modes):
             continue
-        lacking = table.lacking(name)
         have = int(np.count_nonzero(table.has[name])) if name in table.has else 0
+        if have == len(table):
+            found[name] = WITH
+            continue
+        lacking = table.lacking(name)
         if have and lacking.any() and not is_partial:
             raise InvalidInput(
                 f"group {group!r}: sample {table.ids[int(lacking.argmax())]!r} has no {name}, which {have} other "

@@ -23,7 +23,9 @@ def node_prefixes(samples: Samples, prefixes: Prefixes | None) -> SharedPrefixes
         return SharedPrefixes.none(count)
     shared, patches = prefixes.shared.copy(), np.zeros(count, np.int64)
     columns = [(samples.columns[name], name) for name in PER_NODE if name in samples.columns and name != "token_ids"]
-    for i in np.flatnonzero(shared).tolist():
+    # Samples of text alone agree in everything where their ids agree.
+    narrowed = np.flatnonzero(shared).tolist() if columns or samples.images is not None else []
+    for i in narrowed:
         parent = int(prefixes.parents[i])
         for column, name in columns:
             shared[i] = min(int(shared[i]), _agreement(column, name, i, parent, int(shared[i])))

@@ -33,7 +33,7 @@ class Prefixes:
 
     @property
     def any(self) -> bool:
-        return bool(self.shared.any())
+        return bool(np.count_nonzero(self.shared))  # a fifth of the time of `any()`
 
     def shortened(self) -> Prefixes:
         """Move each parent as early as possible: what a parent has from its own parent is stored there.
@@ -67,11 +67,15 @@ def _longest(
     start, count = edges[i], edges[i + 1] - edges[i]
     row = token_ids[start : start + count]
     parent, best = -1, MIN_SHARED - 1
+    first = row[:guess].tobytes()
     for j in (*known[: -_RECENT - 1 : -1], known[0]):
         begin, end = edges[j], edges[j + 1]
         if end - begin <= best or items[begin + best] != items[start + best]:
             continue  # cannot be longer: siblings diverge right where their shared prompt ends
-        length = common_prefix(row, token_ids[begin:end], guess)
+        # All answers to a prompt diverge at the same position, so this one is tried first, with one memcmp.
+        splits = guess < min(count, end - begin) and items[begin + guess] != items[start + guess]
+        is_guessed = splits and guess > 0 and token_ids[begin : begin + guess].tobytes() == first
+        length = guess if is_guessed else common_prefix(row, token_ids[begin:end])
         if length > best:
             parent, best = j, length
         if best == count:

@@ -21,7 +21,7 @@ def count_versions(samples: Samples, kept: NDArray[np.int64]) -> dict[str, Any]:
     `kept` are the tokens that each sample keeps.
     """
     column = samples.columns.get("weight_versions")
-    if (column is None or not len(column.values)) and len(np.unique(samples.policy_versions)) == 1:
+    if (column is None or not len(column.values)) and len(set(samples.policy_versions.tolist())) == 1:
         return {"versions": ()}
     weights = [samples.columns[name] for name in WEIGHTS if name in samples.columns]
     weighted = any(len(one.values) for one in weights)

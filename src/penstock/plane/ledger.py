@@ -188,10 +188,11 @@ class Bias:
 
     def put(self, row: GroupRow, rewards: bytes) -> None:
         """Count a group that was accepted for training. `rewards` are those of its samples, as metadata has them."""
-        # The log keeps the rewards of the first samples of a group. A restart must count the same.
-        given = np.frombuffer(rewards[: 4 * MAX_SHOWN], "<f4")
-        scored = given[np.isfinite(given)]
-        self._add("gen/reward_mean", float(scored.sum(dtype=np.float64)), len(scored))
+        if rewards:
+            # The log keeps the rewards of the first samples of a group. A restart must count the same.
+            given = np.frombuffer(rewards[: 4 * MAX_SHOWN], "<f4")
+            scored = given[np.isfinite(given)]
+            self._add("gen/reward_mean", float(scored.sum(dtype=np.float64)), len(scored))
         self._add("gen/length_mean", float(row.tokens), row.samples)
 
     def put_before(self, log: Log, rows: Iterable[GroupRow]) -> None:

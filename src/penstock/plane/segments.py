@@ -369,8 +369,10 @@ class Segments:
         at = self._outside.wall()
         for name, clean in self._to_seal.items():
             self._log.seal_segment(name, at=at, clean=clean)
-        self._log.add_frees([*self._to_free, *freed])
-        self._log.remove_frees(self._deleted)
+        if self._to_free or freed:  # a put frees nothing, and statements without rows take time as well
+            self._log.add_frees([*self._to_free, *freed])
+        if self._deleted:
+            self._log.remove_frees(self._deleted)
 
     def written(self, freed: Sequence[str] = ()) -> None:
         """Apply what `write` wrote, after the transaction was committed."""
