@@ -12,9 +12,9 @@ import pytest
 
 import penstock as ps
 from penstock.protocol import Timeouts
-from penstock.runs import RecordedRun, stored_samples
+from penstock.runs import RecordedRun, check, stored_samples
 from penstock.server import PlaneProcess
-from tests.support.late_groups import put_late
+from tests.support.late_groups import nothing_to_delete, put_late
 from tests.support.pace import eventually
 
 pytestmark = pytest.mark.process
@@ -42,6 +42,65 @@ def words(folder: Path) -> list[str]:
 def expected(name: str) -> float | None:
     number = zlib.crc32(name.encode())
     return None if number % 11 == 0 else number % 5 + 0.1
+
+
+# A judge that writes frames itself. It may die before a frame, between two, or before the plane has heard of them.
+DYING = """
+import os, signal, sys, zlib
+import penstock as ps
+from penstock.client.direct import DirectWriter
+from penstock.protocol import Timeouts
+written, write = 0, DirectWriter.write
+def write_and_die(self, pieces, *more):
+    global written
+    written += 1
+    if written == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = write(self, pieces, *more)
+    if written == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found
+DirectWriter.write = write_and_die
+with ps.open(sys.argv[1], timeouts=Timeouts(plane_s=240.0)) as plane:
+    for lease in plane.lacking("teacher_logprobs", groups=3, lease_s=1.0):
+        for half in (0, 1):
+            lease.attach({s.id: [-0.5 * (zlib.crc32(s.id.encode()) % 5)] * s.num_tokens
+                          for i, s in enumerate(lease.samples) if i % 2 == half})
+"""
+
+
+TEACHER = [sys.executable, "-c", DYING]
+
+
+def test_a_judge_killed_around_the_frames_it_writes_harms_no_group(tmp_path: Path) -> None:
+    needs = ["--needs=teacher_logprobs" if word == "--needs=rewards" else word for word in words(tmp_path)]
+    plane, names = PlaneProcess(needs), [f"g{number:02}" for number in range(12)]
+    try:
+        with ps.open(plane.url, timeouts=PATIENT) as producer:
+            for name in names:
+                put_late(producer, name, 3, advantage=None)
+            # Killed before its first frames, after its first, and after its third; the last one works to the end.
+            for before, after in ((1, 0), (0, 1), (0, 3)):
+                judge = subprocess.run([*TEACHER, plane.url, str(before), str(after)], timeout=240, check=False)
+                assert judge.returncode == -signal.SIGKILL
+            last = subprocess.Popen([*TEACHER, plane.url, "0", "0"])
+            try:
+                eventually(lambda: producer.ledger.held == 3 * len(names))
+            finally:
+                last.kill()
+                last.wait(60)
+            eventually(lambda: nothing_to_delete(producer))
+    finally:
+        plane.stop(60)
+    found = check(tmp_path / "run")
+    assert (found.frames, found.damaged, found.missing, found.unregistered, found.lost) == (len(names), [], [], {}, 0)
+    # What the killed judges wrote and did not attach is in their segments, which are deleted once they are old.
+    assert all("the log has it with another frame" in one for one in found.broken)
+    for row in RecordedRun.open(tmp_path / "run").groups.values():
+        for sample in stored_samples(tmp_path / "run", row.id, row.location):
+            assert (
+                sample["teacher_logprobs"].tolist() == [-0.5 * (zlib.crc32(sample.id.encode()) % 5)] * sample.num_tokens
+            )
 
 
 def test_every_group_gets_its_rewards_once_whatever_is_killed(tmp_path: Path) -> None:

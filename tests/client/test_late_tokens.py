@@ -119,6 +119,7 @@ def test_values_that_do_not_fit_are_rejected_with_sample_and_column(planes: tupl
         (np.full(count, np.nan), r"teacher_logprobs\[\d\]: is NaN; this column allows none on trained tokens"),
         (np.full(count, 2.0), r"sample 'g/0'.teacher_logprobs\[\d\]: is 2; must be at most 0.001"),
         ({"logprobs": [0.0]}, r"sample 'g/0': columns 'logprobs'; give teacher_logprobs"),
+        (None, r"sample 'g/0': teacher_logprobs is None; give its values, or the sample in `errors`"),
     ]
     for values, text in wrong:
         with pytest.raises(InvalidInput, match=text):
@@ -126,6 +127,22 @@ def test_values_that_do_not_fit_are_rejected_with_sample_and_column(planes: tupl
         with pytest.raises(InvalidInput, match=text):
             client.attach(TEACHER, {"g": {"g/0": values}})
     assert lease.attach({sample.id: teacher(sample) for sample in lease.samples}) == (3, 0, 0)
+
+
+def test_a_sample_with_values_and_an_error_is_rejected_and_a_group_without_values_is_none(
+    planes: tuple[ps.Plane, ps.Plane],
+) -> None:
+    _, client = planes
+    client.put(samples_of("g"))
+    (lease,) = client.lacking(TEACHER, timeout=0)
+    values = {sample.id: teacher(sample) for sample in lease.samples}
+    with pytest.raises(InvalidInput, match="sample 'g/1' has a value and an error"):
+        lease.attach(values, errors={"g/1": "timed out"})
+    with pytest.raises(InvalidInput, match="sample 'g/1' has a value and an error"):
+        client.attach(TEACHER, {"g": values}, errors={"g": {"g/1": "timed out"}})
+    assert client.ledger.waiting == 3
+    for column in (TEACHER, "rewards"):
+        assert client.attach(column, {"g": {}}) == client.attach(column, {}) == (0, 0, 0)
 
 
 def test_workers_that_attach_to_one_group_at_the_same_time_lose_nothing(planes: tuple[ps.Plane, ps.Plane]) -> None:

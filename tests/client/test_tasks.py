@@ -89,6 +89,7 @@ def test_group_and_payload_are_filled_in(plane: ps.Plane, tmp_path: Path) -> Non
         (["a", "b", "a"], r"prompts\[2\]: 'a' is also the name of prompts\[0\]"),
         ([{"question": "?"}], r"prompts\[0\]: .* give a name, or an object with one"),
         ([{"name": "a", "bad": object()}], "is not JSON"),
+        ([{"name": "a", "list": [{"x": float("nan")}]}], "'a' holds NaN or an infinite number"),
         ([{"name": "a", "text": "x" * MAX_PROMPT_BYTES}], "give at most 65,536"),
         ([""], "a name of 0 characters"),
         (["a\0b"], r"holds the control character U\+0000"),

@@ -183,6 +183,16 @@ def test_open_takes_every_setting_of_a_plane_and_no_other() -> None:
         ps.open("tcp://x:1", ranks=1, seed=3, run="a")
 
 
+@pytest.mark.parametrize("where", [None, "", 3, b"runs"])
+def test_what_is_no_path_is_neither_a_folder_nor_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"open: {where!r}; give a folder, 'memory:', or an address"):
+        ps.open(where, ranks=1, seq_len=16, groups_per_step=1).close()
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_address_of_no_known_kind_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"must begin with one of tcp://, ipc://, file://, ray://"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -158,13 +159,41 @@ def test_a_lost_log_is_recovered_with_the_columns(tmp_path: Path, open_plane: Op
     assert found["b/0", "b/1", "b/2"] == []
 
 
+def location_of(folder: Path, group: str) -> str:
+    with reading(folder) as log:
+        return log.location_of(group)
+
+
+@pytest.mark.parametrize("first", ["old", "new"])
+def test_a_lost_log_is_recovered_with_the_newest_frame_of_a_group_while_older_ones_are_not_deleted(
+    tmp_path: Path, open_plane: OpenPlane, first: str
+) -> None:
+    plane = open_plane(tmp_path, **ONE)
+    put(plane, "a")
+    storage = FolderStorage(tmp_path / "storage", create=False)
+    old = bytes(storage.read(location_of(tmp_path, "a"))[0])
+    plane.attach(TEACHER, values("a", 0))
+    plane.attach(TEACHER, values("a", 1, 2))
+    eventually(lambda: nothing_to_delete(plane))
+    segment = location_of(tmp_path, "a").partition(":")[0]
+    plane.close()
+    (tmp_path / "log.sqlite").unlink()
+    # What a plane leaves that is killed before it deletes. Files are searched by their time.
+    left = storage.path("0" * 16)
+    left.write_bytes(old)
+    at = storage.path(segment).stat().st_mtime_ns + (10**9 if first == "new" else -(10**9))
+    os.utime(left, ns=(at, at))
+    recover(tmp_path)
+    plane = open_plane(tmp_path, **{**ONE, "needs": (), "needs_deadline_s": None})
+    assert trained(plane) == (("a/0", "a/1", "a/2"), [*VALUES, *(VALUES - 1), *(VALUES - 2)])
+
+
 # ------------------------------------------------------------------ damage
 
 
 def damage(folder: Path, group: str, at: int) -> None:
     """Overwrite bytes of a group's frame: of its front, or of a column."""
-    with reading(folder) as log:
-        place = parse_location(log.location_of(group))
+    place = parse_location(location_of(folder, group))
     with FolderStorage(folder / "storage", create=False).path(place.segment).open("r+b") as file:
         file.seek(place.offset + at if at >= 0 else place.end + at)
         file.write(b"\xff" * 8)

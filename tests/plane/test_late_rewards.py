@@ -114,7 +114,7 @@ def test_the_same_value_twice_is_known_and_another_one_a_conflict_that_attaches_
         ("rewards", {"g": {"g/0": 1.0}}, {"g": {"g/0": "no"}}, "has a value and an error"),
         ("advantages", {"g": {"g/0": 1.0}}, {}, "waits for rewards"),
         ("logprobs", {"g": {"g/0": 1.0}}, {}, "only rewards, advantages, .* may come after the put"),
-        ("rewards", {f"g{i}": {} for i in range(257)}, {}, "more than 256 groups"),
+        ("rewards", {f"g{i}": {"a": 1.0} for i in range(257)}, {}, "more than 256 groups"),
         ("rewards", {"g/0": 1.0}, {}, "give them by group and sample id"),
         ("rewards", {"g": [1.0, 0.0]}, {}, "give them by group and sample id"),
         ("rewards", {}, {"g/0": "no"}, "errors: .* give them by group and sample id"),

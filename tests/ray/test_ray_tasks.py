@@ -1,4 +1,4 @@
-"""Tasks of a plane on Ray: leased by actors, leased again when one is killed, and rewards attached by a judge."""
+"""Tasks of a plane on Ray: prompts of a killed actor are leased again, a judge and a teacher attach late columns."""
 
 from __future__ import annotations
 
@@ -52,21 +52,32 @@ class Judge:
                 break
         return new
 
+    def teach(self, groups: int) -> int:
+        """Give every group its values per token."""
+        new = 0
+        for lease in self._plane.lacking("teacher_logprobs", groups=4):
+            new += lease.attach({sample.id: [-0.5] * sample.num_tokens for sample in lease.samples}).new
+            if new >= 2 * groups:
+                break
+        return new
 
-def test_actors_lease_prompts_of_one_that_is_killed_again_and_a_judge_attaches_rewards(
+
+def test_actors_lease_prompts_of_one_that_is_killed_again_and_late_columns_attached(
     new_run: Callable[..., RayRun],
 ) -> None:
     import ray
 
-    run = new_run(needs=("rewards",), needs_deadline_s=600)
+    run = new_run(needs=("rewards", "teacher_logprobs"), needs_deadline_s=600)
     samplers = ray.remote(Sampler).options(num_cpus=0)
     victim: Any = samplers.remote(run.address)
     held = ray.get(victim.hold.remote())
-    worker, judge = samplers.remote(run.address), ray.remote(Judge).options(num_cpus=0).remote(run.address)
+    judges = ray.remote(Judge).options(num_cpus=0)
+    worker, judge, teacher = samplers.remote(run.address), judges.remote(run.address), judges.remote(run.address)
     ray.kill(victim)
-    done, new = ray.get([worker.finish.remote(), judge.score.remote(len(NAMES))])
+    work = [worker.finish.remote(), judge.score.remote(len(NAMES)), teacher.teach.remote(len(NAMES))]
+    done, new, taught = ray.get(work)
     assert held in done and len(done) == len(NAMES)
-    assert new == 2 * len(NAMES)
+    assert new == taught == 2 * len(NAMES)
     eventually(lambda: run.plane.status()["held_groups"] == len(NAMES))
     run.join()
     for _ in range(len(NAMES) // 2):
@@ -77,5 +88,5 @@ def test_actors_lease_prompts_of_one_that_is_killed_again_and_a_judge_attaches_r
     assert {event.rewards for event in trained} == {(0.0, 1.0)}
     assert run.plane.demand()["prompts"]["trained"] == len(NAMES)
     assert run.plane.status()["counts"]["leases_expired"] >= 1
-    for actor in (worker, judge):
+    for actor in (worker, judge, teacher):
         ray.kill(actor)

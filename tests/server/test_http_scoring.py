@@ -101,6 +101,16 @@ def test_requests_that_cannot_be_served_are_problems_with_a_reason(
     assert text in problem["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/leases", "/v1/leases/renew", "/v1/leases/return", "/v1/lacking", "/v1/states"])
+def test_what_no_message_can_hold_is_a_problem_and_the_server_goes_on(client: Client, path: str) -> None:
+    deep, huge = b'{"a":' * 5000 + b"1" + b"}" * 5000, b"%d" % (1 << 70)
+    # The second one has a field of every route.
+    for body in (deep, b'{"count":%b,"groups":%b,"column":"rewards","leases":[%b]}' % (huge, huge, huge)):
+        code, problem = client.ask("POST", path, body)
+        assert (code, problem["error"]) == (400, "InvalidInput")
+    assert client.ask("POST", "/v1/leases/renew", b'{"leases": []}') == (200, {"cancelled": {}})
+
+
 def test_the_routes_need_the_token(client: Client) -> None:
     token, client.token = client.token, "wrong"
     try:

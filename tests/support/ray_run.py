@@ -12,7 +12,7 @@ from typing import Any
 import penstock as ps
 from penstock.frames import encode
 from penstock.log import SqliteLog
-from penstock.log.sqlite_reader import LOG
+from penstock.log.run_folder import LOG
 from penstock.packing import Packing
 from penstock.plane.settings import PlaneSettings, Target
 from penstock.protocol.steps import Staged

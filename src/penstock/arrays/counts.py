@@ -6,6 +6,8 @@ hold. Sums of policy versions have no such bound (one version may be 2**53), so 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from penstock.errors import InvalidInput
@@ -38,10 +40,11 @@ def bounded_sum(total: int) -> int:
     return max(-MAX_SUM, min(total, MAX_SUM))
 
 
-def check_priority(name: str, value: float) -> None:
+def check_priority(name: str, value: Any) -> None:
     """Raise InvalidInput unless a group's priority is a finite number from 0 to `MAX_PRIORITY`."""
-    if not 0.0 <= value <= MAX_PRIORITY:
-        raise InvalidInput(f"priority of {name!r}: {value}; give a finite number from 0 to {MAX_PRIORITY:g}")
+    is_number = not isinstance(value, (bool, str)) and hasattr(value, "__float__")
+    if not is_number or not 0.0 <= value <= MAX_PRIORITY:
+        raise InvalidInput(f"priority of {name!r}: {repr(value)[:40]}; give a finite number from 0 to {MAX_PRIORITY:g}")
 
 
 MAX_VERSION = 2**53

@@ -12,6 +12,7 @@ ray://NAME           a plane of the Ray cluster that this process is in, which i
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -59,6 +60,7 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
     ...     print(step.loss_tokens, plane.ledger.committed)
     2 2
     """
+    _check_place(where)
     address, given = str(where), dict(settings)
     if address.startswith(_RAY):
         plane: Plane = _ray().open_ray(address, given)
@@ -80,6 +82,12 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
     from penstock.client.embedded import open_embedded
 
     return open_embedded(address, given)
+
+
+def _check_place(where: object) -> None:
+    """Reject what is no path: a variable that is not set must not become a folder called None, or memory."""
+    if not isinstance(where, (str, os.PathLike)) or where == "":
+        raise ConfigError(f"open: {where!r}; give a folder, 'memory:', or an address such as tcp://HOST:PORT")
 
 
 def _cluster_settings() -> type[Any]:

@@ -74,14 +74,14 @@ def attach(
     """Attach values by group and sample."""
     _check_shape(column, "values", values)
     _check_shape(column, "errors", errors)
+    given = {group: own for group, own in values.items() if own}
     words = {group: {name: str(why) for name, why in own.items()} for group, own in errors.items()}
     message = AttachValues(ticket=0, column=column, values={}, errors=words)
-    if column in LATE_COLUMNS or not any(values.values()):
+    if column in LATE_COLUMNS or not given:
         numbers = {
-            group: {name: _number(column, name, one) for name, one in own.items()} for group, own in values.items()
+            group: {name: _number(column, name, one) for name, one in own.items()} for group, own in given.items()
         }
         return _result((yield from _send(connection, replace(message, values=numbers))))
-    given = {group: own for group, own in values.items() if own}
     frame: bytes = yield Call(partial(encode_values, column, given))
     if leased is not None and column in COLUMNS:  # the plane knows how columns of a run's own are declared
         stored: tuple[StoredFrame, ...] = yield Call(partial(_store, leased, column, frame))

@@ -21,7 +21,17 @@ from penstock.client.direct import Direct, DirectPut, write_all
 from penstock.client.encoded_group import EncodedGroup
 from penstock.client.producer_connection import Lost, ProducerConnection, Result, error_of
 from penstock.client.put_counts import PutCounts
-from penstock.errors import Away, Closed, DiskFull, Overloaded, PenstockError, PlaneLost, PutManyError, StorageError
+from penstock.errors import (
+    Away,
+    Closed,
+    DiskFull,
+    InvalidInput,
+    Overloaded,
+    PenstockError,
+    PlaneLost,
+    PutManyError,
+    StorageError,
+)
 from penstock.protocol import Accepted, PutRequest, Rejected
 
 G = TypeVar("G")
@@ -173,6 +183,8 @@ class ManyPuts(Generic[G]):
     """One call of `put_many`: encodes and puts groups window by window, in order."""
 
     def __init__(self, groups: Iterable[G], encode: Callable[[G], EncodedGroup], tenant: Callable[[G], str]) -> None:
+        if not isinstance(groups, Iterable):
+            raise InvalidInput(f"put_many: {groups!r}; give the groups as a list: plane.put_many([group, ...])")
         self._groups, self._encode, self._tenant = iter(groups), encode, tenant
         self._pending: deque[G] = deque()
         self._results: list[bool | PenstockError] = []

@@ -33,6 +33,12 @@ _ANY_SIZE = Limits(max_samples=1 << 16, max_tokens=1 << 40, max_bytes=1 << 50)
 """No limits here: the plane enforces its own and reports what exceeds them."""
 
 
+def check_evaluation(value: object) -> None:
+    """Raise InvalidInput unless the keyword `evaluation` is a bool."""
+    if not isinstance(value, bool):
+        raise InvalidInput(f"evaluation: {repr(value)[:40]}; must be True or False")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedGroup:
     """A group's id, its frame and the options of its put."""
@@ -118,6 +124,7 @@ class EncodedGroup:
     def request(self, *, waits: bool, direct: bool = False) -> PutRequest:
         """Return the request that puts the group. With `direct`, the frame is written to storage once there is room."""
         check_priority(self.name, self.priority)
+        check_evaluation(self.evaluation)
         frame = None if direct else self.frame()
         return PutRequest(
             group=self.name,
@@ -128,7 +135,7 @@ class EncodedGroup:
             env=self.env,
             waits=waits,
             evaluation=self.evaluation,
-            priority=self.priority,
+            priority=float(self.priority),
             advantage=self.advantage,
             filters=self.filters,
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from penstock.arrays import NO_COLUMNS
 from penstock.capture import Trajectory
+from penstock.client.encoded_group import check_evaluation
 from penstock.convert import Advantage, Filter, Group, make_group, unique_id
 from penstock.errors import InvalidInput
 from penstock.notebook import html_table
@@ -144,6 +145,9 @@ def builder_fields(
     timeout: float | None,
 ) -> dict[str, Any]:
     """Return the fields of a builder."""
+    if not isinstance(prompt, str):
+        raise InvalidInput(f"group: prompt: {prompt!r}; give the prompt's name, as text")
+    check_evaluation(evaluation)
     if evaluation and filters:
         raise InvalidInput(
             f"group of {prompt!r}: {len(filters)} filters; leave them out, evaluation keeps all rollouts"

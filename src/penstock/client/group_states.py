@@ -37,13 +37,16 @@ def checked_ids(groups: Iterable[object]) -> list[str]:
     """Return ids without repeats. Raises InvalidInput for anything that cannot be the id of a group."""
     if isinstance(groups, str):
         raise InvalidInput(f"has: {groups[:80]!r} is one id; pass a list: plane.has([{groups[:80]!r}])")
+    if not isinstance(groups, Iterable):
+        raise InvalidInput(f"has: {groups!r}; give a list of ids")
     names: list[str] = []
-    for i, name in enumerate(dict.fromkeys(groups)):
+    for i, name in enumerate(groups):
         if not isinstance(name, str) or not 0 < len(name) <= _ID_CHARACTERS:
             raise InvalidInput(
                 f"has: ids[{i}] is {str(name)[:80]!r}; an id is text of 1 to {_ID_CHARACTERS} characters"
             )
         names.append(name)
+    names = list(dict.fromkeys(names))
     if len(names) > _MOST:
         raise InvalidInput(f"has: {len(names):,} ids; ask for at most {_MOST:,} at once")
     return names

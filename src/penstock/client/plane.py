@@ -60,6 +60,7 @@ from penstock.protocol import (
     Status,
     Timeouts,
     check_decision,
+    check_message,
 )
 
 if TYPE_CHECKING:
@@ -336,6 +337,8 @@ class Plane:
         """
         from penstock.client.tasks import Tasks, TaskSettings
 
+        if isinstance(again, str):
+            raise InvalidInput(f"tasks: again: {again!r:.80} is one reason; pass a list: again=[{again!r:.80}]")
         settings = TaskSettings(
             name=name,
             epochs=epochs,
@@ -551,6 +554,7 @@ class Plane:
         """`discard` for asyncio."""
         self._raise_ended()
         message = discard_message(reason, samples, key, group, prompt, env, tenant, rewards, lengths)
+        check_message(message)
         check_decision(message)
         answer = await self._arun(self._connection.ask(lambda ticket: msgspec.structs.replace(message, ticket=ticket)))
         if isinstance(answer, Rejected):
@@ -568,6 +572,7 @@ class Plane:
         From the first share on, groups are queued by tenant (the `run` of their samples), each step takes tokens from
         the tenants in proportion to their weights, and groups of a tenant without a share are rejected.
         """
+        check_message(SetWeight(ticket=0, tenant=tenant, weight=weight))
         if not weight > 0:
             raise InvalidInput(
                 f"share of tenant {tenant!r}: {weight}; must be a positive number; use evict to take it away"
@@ -579,6 +584,7 @@ class Plane:
         self._decide(lambda ticket: SetWeight(ticket=ticket, tenant=tenant, weight=0.0, reason=reason))
 
     def _decide(self, make: Callable[[int], Discard | SettleGroup | SetWeight]) -> None:
+        check_message(make(0))
         check_decision(make(0))
         answer = self._call(make)
         if isinstance(answer, Rejected):

@@ -33,6 +33,7 @@ from penstock.protocol import (
     Rejected,
     Room,
     bundled,
+    check_message,
 )
 from penstock.transport import ClientTransport
 
@@ -101,6 +102,7 @@ class ProducerConnection:
 
     def ask(self, make: Callable[[int], FromClient], frames: Frames = ()) -> Conversation[Answer]:
         """Send a request and return the answer, which is awaited while the plane is alive."""
+        check_message(make(0))
 
         def question(now: float) -> tuple[list[int], list[Event]]:
             ticket, events = self.session.ask(make, now, frames)

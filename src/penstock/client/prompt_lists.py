@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,6 +52,8 @@ def _read(item: object, place: object) -> tuple[str, bytes]:
             payload = _ENCODE.encode(dict(item))
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidInput(f"prompts[{place}]: {name[:40]!r} is not JSON: {error}") from None
+        if b"null" in payload and _holds_nan(item):
+            raise InvalidInput(f"prompts[{place}]: {name[:40]!r} holds NaN or an infinite number, which JSON has not")
     else:
         raise InvalidInput(
             f"prompts[{place}]: {str(item)[:80]!r}; give a name, or an object with one: "
@@ -61,6 +64,15 @@ def _read(item: object, place: object) -> tuple[str, bytes]:
     except InvalidInput as error:
         raise InvalidInput(f"prompts[{place}]: {error}") from None
     return name, payload
+
+
+def _holds_nan(value: object) -> bool:
+    """Return whether a JSON value holds a number that would be written as null."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_nan, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_nan, value))
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, object]]:

@@ -24,7 +24,8 @@ class PutCounts:
         self.unrouted = 0
         """Samples without routed experts although the server reported some."""
         self.late: deque[str] = deque(maxlen=4096)
-        """Ids of the last groups that were not kept, because another worker had completed their task."""
+        """Ids of the last groups that were not kept: another worker had completed their task, or its prompt was
+        removed."""
         self.num_late = 0
         self.over_length: Counter[str] = Counter()
         """Samples longer than the plane's `seq_len`, and their tokens: truncated_samples, truncated_tokens,
@@ -42,8 +43,8 @@ class PutCounts:
             count = self.num_late
         if _should_warn(count - 1, count):
             logger.warning(
-                "group %r was not kept: another worker had completed its task, %d so far; raise lease_s if workers are "
-                "often paused for longer",
+                "group %r was not kept: another worker had completed its task, or its prompt was removed; %d so far; "
+                "raise lease_s if workers are often paused for longer",
                 group,
                 count,
             )

@@ -7,6 +7,7 @@ filler's reads, verifies and fills steps, so that a slow read never delays a hea
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -203,8 +204,7 @@ class Source:
         decides: resume with `resume_step` one above it.
         """
         number = _number_of(step, "commit")
-        if policy_version is not None and not 0 <= policy_version <= MAX_VERSION:
-            raise InvalidInput(f"policy_version: {policy_version}; must be a whole number from 0 to 2**53")
+        version = None if policy_version is None else _version(policy_version)
         self._loop.check_process()
         with self._lock:
             self._raise_error()
@@ -214,7 +214,7 @@ class Source:
                     f"{self._next - 1}; commit each step once, in order, after training it"
                 )
             self._committed = number
-            self._handle(self._session.commit(number, policy_version, time.monotonic()))
+            self._handle(self._session.commit(number, version, time.monotonic()))
 
     def report(
         self,
@@ -225,11 +225,12 @@ class Source:
     ) -> None:
         """Send new replay priorities of groups and metrics of samples, by id."""
         number = _number_of(step, "report")
+        found = _numbers("priorities", priorities or {}), _numbers("metrics", metrics or {})
         self._loop.check_process()
         with self._lock:
             self._raise_error()
             now = time.monotonic()
-            self._handle(self._session.report(number, dict(priorities or {}), dict(metrics or {}), now))
+            self._handle(self._session.report(number, *found, now))
 
     def fail(self, reason: str) -> None:
         """Report a failure of this rank, so that every rank stops now and not after a time-out."""
@@ -438,6 +439,30 @@ def _number_of(step: object, what: str) -> int:
             f"{what}: {type(step).__name__} {str(step)[:40]!r}; pass the step that source.step() returned"
         )
     return step
+
+
+def _version(version: object) -> int:
+    """Return a version as an int, also one that numpy or torch counted. Raises InvalidInput."""
+    try:
+        found = operator.index(version)  # type: ignore[arg-type]
+    except TypeError:
+        found = -1
+    if not 0 <= found <= MAX_VERSION:
+        raise InvalidInput(f"policy_version: {version!r:.80}; must be a whole number from 0 to 2**53")
+    return found
+
+
+def _numbers(what: str, given: Mapping[str, float]) -> dict[str, float]:
+    """Return numbers by id, also those of numpy or torch, as floats. Raises InvalidInput."""
+    found = {}
+    for name, value in given.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, OverflowError):
+            raise InvalidInput(f"report: {what} of {name!r:.80}: {value!r:.60}; give a number") from None
+        if not isinstance(name, str):
+            raise InvalidInput(f"report: {what} of {name!r:.80}; give them by id")
+    return found
 
 
 _NO_PICKS = StepPicks(groups=())

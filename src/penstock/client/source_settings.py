@@ -40,9 +40,10 @@ class SourceSettings:
             raise InvalidInput(f"prefetch: {self.prefetch}; must be 0, 1 or 2 steps ahead")
         _check_place("rank", self.rank, "world", self.world)
         _check_place("replica", self.replica, "replicas", self.replicas)
-        if self.resume_step is not None and not 1 <= self.resume_step <= _MAX_STEP:
+        step = self.resume_step
+        if step is not None and not (_is_whole(step) and 1 <= step <= _MAX_STEP):
             raise InvalidInput(
-                f"resume_step: {self.resume_step}; must be one above the last step of your checkpoint, counted from 1, "
+                f"resume_step: {step!r}; must be one above the last step of your checkpoint, counted from 1, "
                 "or None for the first uncommitted step"
             )
 
@@ -69,6 +70,10 @@ class SourceSettings:
         )
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _check_place(name: str, value: Any, of: str, most: Any) -> None:
-    if isinstance(value, str) or isinstance(most, str) or not 0 <= value < most:
+    if not (_is_whole(value) and _is_whole(most)) or not 0 <= value < most:
         raise InvalidInput(f"{name}: {value!r}, and {of} is {most!r}; must be from 0 to {of} - 1")

@@ -288,8 +288,8 @@ class TaskSettings:
     tenant: str
 
     def __post_init__(self) -> None:
-        if not 1 <= self.batch <= MAX_TASKS:
-            raise InvalidInput(f"tasks: batch: {self.batch}; give 1 to {MAX_TASKS}")
+        if self.batch not in range(1, MAX_TASKS + 1):
+            raise InvalidInput(f"tasks: batch: {self.batch!r}; give 1 to {MAX_TASKS}")
 
 
 class Tasks:

@@ -147,6 +147,8 @@ def make_group(
     rollouts = Rollouts.of(rows)
     is_late = isinstance(advantage, str) and bool((~rollouts.scored & ~rollouts.errored).any())
     function = advantage_named(advantage) if isinstance(advantage, str) else advantage
+    if function is not None and not callable(function):
+        raise InvalidInput(f"group {id!r}.advantage: {function!r}; give a name, such as 'grpo', a function, or None")
     if function is not None:
         _check_no_advantages(rows, id)
     now, late = split_filters(filters, is_late=is_late)

@@ -13,7 +13,6 @@ from penstock.frames.head import Head as Head
 from penstock.frames.head import Limits as Limits
 from penstock.frames.head import digest_of as digest_of
 from penstock.frames.head import front_of as front_of
-from penstock.frames.head import front_size as front_size
 from penstock.frames.head import read_head as read_head
 from penstock.frames.late_columns import ERROR_DIGEST as ERROR_DIGEST
 from penstock.frames.late_columns import LATE_COLUMNS as LATE_COLUMNS
@@ -34,6 +33,7 @@ from penstock.frames.layout import PREFIX_SIZE as PREFIX_SIZE
 from penstock.frames.layout import Block as Block
 from penstock.frames.layout import Buffer as Buffer
 from penstock.frames.layout import frame_size as frame_size
+from penstock.frames.layout import front_size as front_size
 from penstock.frames.layout import join as join
 from penstock.frames.layout import read_sizes as read_sizes
 from penstock.frames.layout import split as split

@@ -43,7 +43,6 @@ from penstock.arrays import (
 from penstock.errors import ConfigError, CorruptFrame, InvalidInput
 from penstock.frames.codings import CONSTANT, FEW, Reader
 from penstock.frames.layout import (
-    PREFIX_SIZE,
     TEXTS,
     Block,
     Buffer,
@@ -51,8 +50,8 @@ from penstock.frames.layout import (
     Header,
     Sections,
     TextBlock,
+    front_size,
     parse_header,
-    read_sizes,
     split,
 )
 from penstock.frames.prefixes import Prefixes
@@ -391,12 +390,6 @@ def _check_images(header: Header) -> tuple[tuple[ImageSpan, ...], ...] | None:
     if header.images is not None and len(header.images) != header.num_samples:
         raise CorruptFrame(f"frame: images for {len(header.images)} of {header.num_samples} samples")
     return header.images
-
-
-def front_size(data: Buffer) -> int:
-    """Return the size of the front of the frame that begins with these bytes (at least 48)."""
-    header_size, head_size, _ = read_sizes(data)
-    return PREFIX_SIZE + header_size + head_size
 
 
 def front_of(frame: Buffer) -> bytes:

@@ -64,6 +64,10 @@ def _carrier(column: str, group: str, name: str, value: Any) -> Sample:
             f"attach {column}: sample {name!r:.80}: columns {', '.join(map(str, given))!r:.120}; give "
             f"{' and '.join(allowed)}"
         )
+    if empty := [key for key, one in given.items() if one is None]:
+        raise InvalidInput(
+            f"attach {column}: sample {name!r:.80}: {min(empty)} is None; give its values, or the sample in `errors`"
+        )
     tokens = np.zeros(max(_length(given[column]), 1), np.uint32)
     known = {key: one for key, one in given.items() if key in COLUMNS}
     try:

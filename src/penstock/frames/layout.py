@@ -179,6 +179,12 @@ def frame_size(prefix: Buffer) -> int:
     return PREFIX_SIZE + header_size + head_size + body_size
 
 
+def front_size(prefix: Buffer) -> int:
+    """Return the size of the front of the frame that begins with these bytes (at least 48)."""
+    header_size, head_size, _ = read_sizes(prefix)
+    return PREFIX_SIZE + header_size + head_size
+
+
 def read_sizes(prefix: Buffer) -> tuple[int, int, int]:
     """Return the bytes of (header, head, body) of the frame that begins with these bytes (at least 48)."""
     return _read_prefix(memoryview(prefix))[:3]

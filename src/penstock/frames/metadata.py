@@ -178,7 +178,7 @@ def _check_sizes(found: GroupMetadata) -> None:
     for name, size in zip(_ARRAYS, map(len, _arrays_of(found)), strict=True):
         if size != 8 * count:
             raise CorruptFrame(f"metadata of a group: {size} bytes of {name}; {count} samples take {8 * count}")
-    if found.rewards or found.truncated or found.seconds or found.late:
+    if found.rewards or found.truncated or found.seconds or found.late != NO_LATE:
         _check_values(found, count)
     if (found.versions or found.version_terms) and (
         problem := versions_problem(found.versions, found.version_terms, np.frombuffer(found.loss_tokens, "<i8"))
@@ -194,7 +194,7 @@ def _check_sizes(found: GroupMetadata) -> None:
 def _check_values(found: GroupMetadata, count: int) -> None:
     """Raise unless what not every group has is given for none or for each of its samples."""
     sizes = {"rewards": len(found.rewards) / 4, "truncated": len(found.truncated), "seconds": len(found.seconds)}
-    if found.late:
+    if found.late != NO_LATE:
         sizes |= {f"late {name}": len(data) / 4 for name, data in found.late.values.items()}
         sizes |= {f"digests of late {name}": len(data) / 16 for name, data in found.late.digests.items()}
         sizes["samples left out"] = len(found.late.left_out)

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from penstock.arrays import Array, MaskRuns, Offsets, Ragged, lists_of, offsets_of
 from penstock.errors import CorruptFrame
 from penstock.frames.codings import DELTAS, RAW, SPARSE
-from penstock.frames.head import DEFAULT_LIMITS, Head, Limits, front_size, parse_head
-from penstock.frames.layout import ALIGN, Block, Buffer, ColumnBlock, frame_size, split
+from penstock.frames.head import DEFAULT_LIMITS, Head, Limits, parse_head
+from penstock.frames.layout import ALIGN, Block, Buffer, ColumnBlock, frame_size, front_size, split
 from penstock.frames.parts import Fetch, Part, Range, merged
 from penstock.frames.prefixes import Prefixes
 

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.errors import ConfigError, Conflict
-from penstock.log.decision_log import Log
-from penstock.log.log_reader import LogReader
+from penstock.log.decision_log import Log, LogReader
+from penstock.log.run_folder import LOG
 from penstock.log.sqlite_log import SqliteLog
-from penstock.log.sqlite_reader import LOG, reading_sqlite
+from penstock.log.sqlite_reader import reading_sqlite
 
 URL = "log.url"
 

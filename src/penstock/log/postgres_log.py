@@ -35,7 +35,7 @@ from penstock.log.postgres_address import lock_of, redacted, schema_of, split_ru
 from penstock.log.postgres_link import Connection, PostgresLink, first_line
 from penstock.log.postgres_reader import as_sent, decoded, in_schema, table_names
 from penstock.log.postgres_schema import FENCED, TYPES, create_tables, migrations
-from penstock.log.volume import Disk
+from penstock.log.run_folder import Disk
 
 logger = logging.getLogger("penstock.log")
 _PAGE, _KEYS = 20_000, 10_000

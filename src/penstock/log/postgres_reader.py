@@ -8,7 +8,7 @@ from typing import Any
 
 from psycopg import sql
 
-from penstock.log.log_reader import LogReader
+from penstock.log.decision_log import LogReader
 from penstock.log.postgres_address import lock_of, redacted, schema_of, split_run
 from penstock.log.postgres_link import Connection, connected
 

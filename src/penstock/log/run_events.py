@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from penstock.errors import CorruptFile
-from penstock.log.log_reader import LogReader
+from penstock.log.decision_log import LogReader
 from penstock.log.pids import pid_space
 
 logger = logging.getLogger("penstock.log")

@@ -9,11 +9,12 @@ from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
+from penstock.log.decision_log import LogReader
 from penstock.log.finding import reading, url_of
-from penstock.log.log_reader import LogReader
 from penstock.log.log_rows import TABLES
+from penstock.log.run_folder import LOG
 from penstock.log.sqlite_log import SCHEMA
-from penstock.log.sqlite_reader import LOG, back_up, typed_errors
+from penstock.log.sqlite_reader import back_up, typed_errors
 
 _ROWS = 5000
 """Rows read and inserted at a time."""

@@ -1,8 +1,8 @@
 """A run's log in one SQLite file.
 
 SQLite in WAL mode with full sync does what a log must: a transaction is on disk, or it never happened. One process owns
-a run's folder, by a lock that ends with the process. The witness (`witness.py`) counts commits outside the database, so
-a log that lost some of them is detected.
+a run's folder, by a lock that ends with the process. The witness (`run_folder.py`) counts commits outside the database,
+so a log that lost some of them is detected.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from typing import Any
 
 from penstock.errors import CorruptFile, DiskFull
 from penstock.log.decision_log import FORMAT, Guard, Log
-from penstock.log.folder_lock import own, release
 from penstock.log.log_rows import TABLES, definitions
+from penstock.log.run_folder import Disk, Witness, check_log_is_there, check_witness, own, release
 from penstock.log.sqlite_reader import quick_check, typed_error, typed_errors
-from penstock.log.volume import Disk
-from penstock.log.witness import Witness, check_log_is_there, check_witness
 
 logger = logging.getLogger("penstock.log")
 _PAGE = 4096
@@ -168,41 +166,41 @@ class SqliteLog(Log):
     def transaction(self) -> Iterator[None]:
         """Commit everything written in the block, or nothing. Raises Fenced once another plane has the run."""
         try:
-            with typed_errors(str(self.folder or "memory")):
-                began = time.perf_counter()
-                self._db.execute("BEGIN IMMEDIATE")
-                locked_s = time.perf_counter() - began
-                self._written_bytes = 0
-                try:
-                    # Inside the transaction: BEGIN IMMEDIATE holds the write lock, so the epoch cannot change before
-                    # our commit.
-                    self.check_epoch()
-                    yield
-                    self._db.execute("UPDATE meta SET value = ? WHERE name = 'commits'", (self.commits + 1,))
-                    started = time.perf_counter()
-                    self._db.execute("COMMIT")
-                    synced = time.perf_counter()
-                    self._committed()  # after the commit: the witness may be behind the log, never ahead
-                    ended = time.perf_counter()
-                    self.on_commit(
-                        locked_s + ended - started,
-                        lambda: (
-                            f"lock {locked_s * 1e3:.0f} ms, sync {(synced - started) * 1e3:.0f} ms, witness "
-                            f"{(ended - synced) * 1e3:.0f} ms, {self._written_bytes:,} bytes of blobs"
-                        ),
-                    )
-                    if self._checkpointer is not None:
-                        self._checkpointer.note(self._written_bytes + _COMMIT_PAGES * self._page)
-                except BaseException:
-                    if self._db.in_transaction:
-                        self._db.execute("ROLLBACK")
-                    raise
-        except DiskFull:
+            began = time.perf_counter()
+            self._db.execute("BEGIN IMMEDIATE")
+            locked_s = time.perf_counter() - began
+            self._written_bytes = 0
+            try:
+                # Inside the transaction: BEGIN IMMEDIATE holds the write lock, so the epoch cannot change before our
+                # commit.
+                self.check_epoch()
+                yield
+                self._db.execute("UPDATE meta SET value = ? WHERE name = 'commits'", (self.commits + 1,))
+                started = time.perf_counter()
+                self._db.execute("COMMIT")
+                synced = time.perf_counter()
+                self._committed()  # after the commit: the witness may be behind the log, never ahead
+                ended = time.perf_counter()
+                self.on_commit(
+                    locked_s + ended - started,
+                    lambda: (
+                        f"lock {locked_s * 1e3:.0f} ms, sync {(synced - started) * 1e3:.0f} ms, witness "
+                        f"{(ended - synced) * 1e3:.0f} ms, {self._written_bytes:,} bytes of blobs"
+                    ),
+                )
+                if self._checkpointer is not None:
+                    self._checkpointer.note(self._written_bytes + _COMMIT_PAGES * self._page)
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+        except (DiskFull, sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            found = error if isinstance(error, DiskFull) else typed_error(error, str(self.folder or "memory"))
             # Nothing was written. Make room, so that the next step or commit finds some; the caller decides whether
             # this transaction is worth repeating.
-            if self.disk.release():
+            if isinstance(found, DiskFull) and self.disk.release():
                 self.shrink()
-            raise
+            raise found from None
 
     # -------------------------------------------------------------- statements
 

@@ -15,10 +15,8 @@ from typing import Any
 from urllib.parse import quote
 
 from penstock.errors import CorruptFile, DiskFull, PenstockError, StorageError
-from penstock.log.folder_lock import LogInUse
-from penstock.log.log_reader import LogReader
-
-LOG = "log.sqlite"
+from penstock.log.decision_log import LogReader
+from penstock.log.run_folder import LogInUse
 
 
 class SqliteReader(LogReader):

@@ -241,7 +241,7 @@ class Acceptance:
         self._recorder.counts["puts_repeated"] += 1
         if known is None:
             return Outcome(ticket, duplicate=True)
-        if known != group.digest and self._recorder.state.tasks.verdict(group.id) is not None:
+        if known != group.digest and self._verdict(group.id) is not None:
             return self._late(group)
         if known != group.digest:
             raise Conflict(f"group {group.id!r}: accepted before with other content; give each group its own id")
@@ -258,7 +258,7 @@ class Acceptance:
     def _judge_task(self, group: Incoming) -> Outcome | None:
         """Return the answer to a group whose task needs none, or None if it is welcome. Raises InvalidInput for a task
         that was never handed out."""
-        verdict = self._recorder.state.tasks.verdict(group.id)
+        verdict = self._verdict(group.id)
         if verdict is None or (verdict is Verdict.OPEN and not group.is_evaluation):
             return None
         if verdict is Verdict.LATE and not group.is_evaluation:
@@ -267,6 +267,11 @@ class Acceptance:
             f"group {group.id!r}: such ids belong to prompts that this plane leases, and this one was not leased for "
             "training; make the group with task.group(), or choose another id"
         )
+
+    def _verdict(self, group: str) -> Verdict | None:
+        """Return what a put of a group of tasks may do, or None for any other group."""
+        tasks = self._recorder.state.tasks
+        return tasks.verdict(group) if tasks.lists else None
 
     def _close_task(self, group: str) -> None:
         """Close a task whose group the log has, although the task is open: the log was recovered from its frames."""
@@ -450,7 +455,7 @@ class Acceptance:
         except PenstockError as error:
             self._recorder.segments.reject(group.location)
             return self.refuse(group, error)
-        if self._recorder.state.tasks.verdict(group.id) is Verdict.LATE:  # its task was decided while it was checked
+        if self._verdict(group.id) is Verdict.LATE:  # its task was decided while it was checked
             self._arrivals.remove(group)
             self._recorder.segments.reject(group.location)
             return [replace(self._late(group), ticket=ticket) for ticket in group.tickets]

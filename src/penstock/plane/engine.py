@@ -51,9 +51,8 @@ from penstock.log import (
     trainer_joined,
 )
 from penstock.plane.acceptance import Acceptance
-from penstock.plane.group_kinds import odd_groups
 from penstock.plane.late_values import LateDecisions
-from penstock.plane.ledger import Ledger
+from penstock.plane.ledger import Ledger, odd_groups
 from penstock.plane.priorities import report
 from penstock.plane.recorder import Recorder, ends_plane
 from penstock.plane.remembered import check_settings, damage_named, note_seq_len

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
@@ -167,6 +167,8 @@ class LateDecisions:
     ) -> None:
         """Check the values of one group, and note in `local` what is to be written."""
         errors, column = message.errors.get(name, {}), message.column
+        if both := errors.keys() & (message.values.get(name, {}).keys() | made.digests.get(name, {}).keys()):
+            raise InvalidInput(f"attach {column}: sample {min(both)!r:.80} has a value and an error")
         values: dict[str, Value] = {
             **message.values.get(name, {}),
             **dict.fromkeys(errors),
@@ -350,8 +352,6 @@ def check_values(message: AttachValues, settings: PlaneSettings) -> None:
                     "number, or the sample in `errors`"
                 )
     for name, errors in message.errors.items():
-        if both := errors.keys() & message.values.get(name, {}).keys():
-            raise InvalidInput(f"attach {message.column}: sample {min(both)!r:.80} has a value and an error")
         if any(len(why) > MAX_REASON for why in errors.values()):
             raise InvalidInput(f"attach {message.column}: group {name!r:.80}: an error of over {MAX_REASON} characters")
 
@@ -447,8 +447,3 @@ def _with(group: WaitingGroup, column: str, given: Given) -> WaitingGroup:
         given=group.given | {column: group.given.get(column, {}) | given},
         priority=group.priority,
     )
-
-
-def counts_of(waiting: Iterable[WaitingGroup]) -> Counter[str]:
-    """Return how many groups wait for each column."""
-    return Counter(name for group in waiting for name in group.awaited.columns if group.lacks(name))

@@ -58,12 +58,10 @@ from penstock.log import (
     Weigh,
     numbers_taken,
 )
-from penstock.plane.bias import Bias
 from penstock.plane.evaluations import Evaluations
-from penstock.plane.group_kinds import count_kinds
 from penstock.plane.late_groups import COLUMN, LateGroups, WaitingGroup
 from penstock.plane.lease_book import RETURNED, Lease, LeaseBook
-from penstock.plane.ledger import Ledger
+from penstock.plane.ledger import Bias, Ledger, count_kinds
 from penstock.plane.manifest import Manifest, read_manifest
 from penstock.plane.outcomes import ENDS, Outcomes
 from penstock.plane.priorities import Reports
@@ -171,7 +169,8 @@ class PlaneState:
             # It holds its place in the order of dispatch. Before its lease ends, or the window would move on.
             lease = self.leases.number_of(PROMPT, row.id)
             self.tenant_tables.table(row.run).expect(row.op if lease is None else lease)
-        self.tasks.accept(row.id, row.op)
+        if self.tasks.lists:
+            self.tasks.accept(row.id, row.op)
         self.usable_groups += 1
         self.ledger.accepted += row.samples
         self.bytes_of[row.run] += row.size
@@ -249,7 +248,7 @@ class PlaneState:
     def dispatch_of(self, row: GroupRow) -> int:
         """Return the number that `WindowedFifo` sorts a group by: of the lease on its prompt, or, if its prompt was
         not handed out by the plane, of its own acceptance."""
-        leased = self.tasks.dispatched(row.id)
+        leased = self.tasks.dispatched(row.id) if self.tasks.lists else None
         return row.op if leased is None else leased
 
     def _lease_ended(self, lease: Lease) -> None:

@@ -42,6 +42,7 @@ from penstock.protocol.lease_messages import TasksLeased as TasksLeased
 from penstock.protocol.lease_messages import ValuesAttached as ValuesAttached
 from penstock.protocol.message_header import MAX_HEADER as MAX_HEADER
 from penstock.protocol.message_header import Packer as Packer
+from penstock.protocol.message_header import check_message as check_message
 from penstock.protocol.message_header import pack_message as pack_message
 from penstock.protocol.message_header import read_from_client as read_from_client
 from penstock.protocol.message_header import read_from_plane as read_from_plane

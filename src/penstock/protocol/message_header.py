@@ -12,10 +12,12 @@ This catches a client that outlives its run while a new one is started in the sa
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import xxhash
 
-from penstock.errors import CorruptFrame
+from penstock.errors import CorruptFrame, InvalidInput
 from penstock.protocol.messages import Buffer, FromClient, FromPlane
 
 PROTOCOL = 3
@@ -26,6 +28,8 @@ MAX_HEADER = 1 << 24
 HEAD_BYTES = 25
 """Bytes before the record: 8 + 1 + 16."""
 _PREFIX = bytes([PROTOCOL])
+_UNPACKABLE = (TypeError, ValueError, OverflowError, RecursionError)
+"""What the encoder raises for a value that no message can hold. A lone surrogate is a ValueError."""
 _PACK = msgspec.msgpack.Encoder()
 _TO_PLANE: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
 _TO_CLIENT: msgspec.msgpack.Decoder[FromPlane] = msgspec.msgpack.Decoder(FromPlane)
@@ -40,6 +44,39 @@ def wrap(record: bytes, run_id: bytes) -> bytes:
     """Return the header for a record that is already encoded."""
     body = _PREFIX + run_id + record
     return xxhash.xxh3_64_digest(body) + body
+
+
+def check_message(message: FromClient) -> None:
+    """Raise InvalidInput if a value has a type that the plane cannot read.
+
+    The plane drops a message that it cannot read, like one that was altered on the way, so its sender would ask again
+    for ever.
+    """
+    try:
+        _TO_PLANE.decode(_PACK.encode(message))
+    except msgspec.ValidationError as error:
+        raise InvalidInput(_wrong_value(message, str(error))) from None
+    except _UNPACKABLE as error:
+        raise InvalidInput(f"{_unpackable(message)}; {error}") from None
+
+
+def _wrong_value(message: FromClient, problem: str) -> str:
+    """Name the field that "Expected `float`, got `bool` - at `$[8]`" is about: a message is an array, its tag first."""
+    found = re.search(r"^(.*) - at `\$\[(\d+)\]", problem)
+    if found is None:
+        return f"{type(message).__name__}: {problem}"
+    field = message.__struct_fields__[int(found[2]) - 1]
+    return f"{field}: {repr(getattr(message, field))[:60]}; {found[1][:1].lower()}{found[1][1:]}"
+
+
+def _unpackable(message: FromClient) -> str:
+    """Name the first field that cannot be encoded."""
+    for field in message.__struct_fields__:
+        try:
+            _PACK.encode(getattr(message, field))
+        except _UNPACKABLE:
+            return f"{field}: {repr(getattr(message, field))[:60]}"
+    return type(message).__name__
 
 
 class Packer:

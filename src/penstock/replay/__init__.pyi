@@ -1,5 +1,6 @@
 from penstock.arrays import MAX_PRIORITY as MAX_PRIORITY
 from penstock.replay.batch import Batch as Batch
+from penstock.replay.batch import Key as Key
 from penstock.replay.batch import importance_weights as importance_weights
 from penstock.replay.core import OnEvict as OnEvict
 from penstock.replay.curricula import Curriculum as Curriculum
@@ -23,7 +24,6 @@ from penstock.replay.selector import Draw as Draw
 from penstock.replay.selector import Index as Index
 from penstock.replay.selector import Role as Role
 from penstock.replay.selector import Selector as Selector
-from penstock.replay.slots import Key as Key
 from penstock.replay.table import Table as Table
 from penstock.replay.table_metrics import Reason as Reason
 from penstock.replay.table_settings import LIMITERS as LIMITERS

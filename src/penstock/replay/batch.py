@@ -15,7 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import InvalidInput
-from penstock.replay.slots import TIMES, VERSION
+
+Key = str | int
+"""The caller's name for an item."""
+
+VERSION, TIMES, BYTES, TOKENS = range(4)
+"""Columns of a row. One row per slot, not one array per column: a draw touches one cache line per item."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +34,7 @@ class Batch:
     handles: NDArray[np.int64]
     """[n] for `Table.update_handles`. Unlike keys these never refer to a later item."""
     rows: NDArray[np.int64]
-    """[n, 4] the items' rows as they were before this use (columns of `penstock.replay.slots`); read-only."""
+    """[n, 4] the items' rows as they were before this use, with the columns above; read-only."""
     arrivals: NDArray[np.int64]
     """[n] the number of the insert that added the item."""
     probabilities: NDArray[np.float64]

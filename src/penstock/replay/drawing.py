@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import InvalidInput
+from penstock.replay.batch import Key
 from penstock.replay.core import Store
 from penstock.replay.selector import Draw
-from penstock.replay.slots import Key
 
 
 class Drawing:

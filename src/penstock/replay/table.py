@@ -22,15 +22,13 @@ from penstock.arrays import MAX_PRIORITY
 from penstock.config import build, signature_of
 from penstock.errors import ConfigError, InvalidInput
 from penstock.replay import table_checkpoint
-from penstock.replay.batch import Batch
+from penstock.replay.batch import VERSION, Batch, Key
 from penstock.replay.core import OnEvict, Store
 from penstock.replay.drawing import Drawing
 from penstock.replay.fair_wait import WaitQueue
 from penstock.replay.limiters import Limiter
 from penstock.replay.selector import Selector
-from penstock.replay.slots import VERSION, Key
 from penstock.replay.table_checkpoint import Dump, Load
-from penstock.replay.table_metrics import report
 from penstock.replay.table_settings import Replay, Settings
 from penstock.replay.windowed_fifo import DispatchIndex
 
@@ -346,7 +344,7 @@ class Table:
         """Return all counts of one moment: `gen/` what arrived, `buffer/` what is held, `train/` what was sampled."""
         with self._lock:
             store = self._store
-            found = report(store.counters, store.slots, store.policy_version)
+            found = store.report()
             found["gen/wait_s"] = self._inserters.waited_s
             found["train/wait_s"] = self._samplers.waited_s
             found["buffer/waiting_inserts"] = len(self._inserters.turns)

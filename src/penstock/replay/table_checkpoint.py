@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from penstock.atomic import replacing
 from penstock.errors import CorruptFile, InvalidInput, StorageError, UnknownKey
-from penstock.replay.core import OnEvict, Store
-from penstock.replay.slots import FREE, WIDTH, Key
+from penstock.replay.batch import Key
+from penstock.replay.core import FREE, WIDTH, OnEvict, Store
 from penstock.replay.table_settings import LIMITERS, SELECTORS, Settings
 
 MAGIC = b"PSTABLE1"

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays import bounded_sum
-from penstock.replay.slots import FREE, TIMES, TOKENS, VERSION, Slots
+from penstock.replay.batch import TIMES, TOKENS, VERSION
 
 Reason = Literal["overflow", "sampled_out", "stale", "replaced", "removed", "cleared"]
 """Why an item left: to make room, after its last use, too old, its key was inserted again, by `remove`, by `clear`."""
@@ -87,39 +87,3 @@ class Counters:
 
 
 _TOTALS = [one.name for one in fields(Counters) if one.type == "int" and not one.name.startswith("_")]
-
-
-def report(counters: Counters, slots: Slots, policy_version: int) -> dict[str, float]:
-    """Return one number per name. The table adds the waiting times."""
-    counters.fold()
-    live = np.flatnonzero(slots.handles[: slots.num_used] != FREE)
-    rows = slots.rows[live]
-    ages = counters.inserted - (slots.handles[live] >> slots.bits)
-    staleness = np.maximum(policy_version - rows[:, VERSION], 0)
-    sampled = max(counters.sampled, 1)
-    found: dict[str, float] = {
-        "gen/items": counters.inserted,
-        "gen/tokens": counters.inserted_tokens,
-        "gen/bytes": counters.inserted_bytes,
-        "gen/refused_stale": counters.refused_stale,
-        "buffer/items": len(slots),
-        "buffer/tokens": slots.num_tokens,
-        "buffer/bytes": slots.num_bytes,
-        "buffer/policy_version": policy_version,
-        "buffer/evicted_unsampled": counters.evicted_unsampled,
-        "train/items": counters.sampled,
-        "train/batches": counters.batches,
-        "train/tokens": counters.sampled_tokens,
-        "train/first_uses": counters.first_uses,
-        "train/filled": counters.filled,
-        "train/reuse_mean": counters.reuse_sum / sampled,
-        "train/staleness_mean": counters.staleness_sum / sampled,
-        "train/staleness_max": counters.staleness_max,
-        "train/priority_updates": counters.updates,
-        "train/priority_updates_stale": counters.stale_updates,
-    }
-    found |= {f"buffer/evicted/{reason}": count for reason, count in counters.evicted.items()}
-    for name, values in (("age", ages), ("times_sampled", rows[:, TIMES]), ("staleness", staleness)):
-        found[f"buffer/{name}_mean"] = float(values.mean()) if len(values) else 0.0
-        found[f"buffer/{name}_max"] = float(values.max(initial=0))
-    return found

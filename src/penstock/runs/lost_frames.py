@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import xxhash
 
 from penstock.errors import InvalidInput, PenstockError
@@ -54,6 +55,10 @@ class LostFrame:
     samples: int
     tokens: int
     policy_version: int | None
+    rollouts: bytes
+    """Digest of what late columns do not change: which samples, and how long."""
+    cells: int
+    """Columns of its samples, in all. A group that got late columns has more than its earlier frames."""
 
     @property
     def location(self) -> str:
@@ -93,21 +98,22 @@ class Survey:
 def survey(sources: Iterable[Source], known: Mapping[str, bytes | None], progress: Progress = no_progress) -> Survey:
     """Search files for frames. `known` maps the id of each group in the log to the XXH3-128 of its frame. None instead
     of a digest accepts any frame of that group as known."""
-    found, contents = Survey(), dict[str, bytes]()
+    found, frames = Survey(), dict[str, LostFrame]()
     for source in sources:
         try:
             with source.part.opened() as file:
                 for piece in find_frames(file, source.known_here):
-                    _sort(found, contents, known, source, _read(file, source, piece))
+                    _sort(found, frames, known, source, _read(file, source, piece))
                     progress(piece.size)
         except OSError as error:
             found.unusable.append(Unusable(source.part, 0, 0, error.strerror or str(error)))
+    found.lost = list(frames.values())
     return found
 
 
 def _sort(
     found: Survey,
-    contents: dict[str, bytes],
+    frames: dict[str, LostFrame],
     known: Mapping[str, bytes | None],
     source: Source,
     frame: LostFrame | Unusable,
@@ -118,13 +124,15 @@ def _sort(
     found.frames_in[frame.segment] = found.frames_in.get(frame.segment, 0) + 1
     if frame.group in known:
         same, where = known[frame.group] in (None, frame.digest), "the log has it with another frame"
-    elif frame.group in contents:
-        # By the digest of samples, not of bytes: a client that repeats a put may have encoded it differently.
-        same, where = contents[frame.group] == frame.content, "found before with other samples"
-    else:
-        contents[frame.group] = frame.content
-        found.lost.append(frame)
+    elif (other := frames.setdefault(frame.group, frame)) is frame:
         return
+    elif other.rollouts == frame.rollouts and other.cells != frame.cells:
+        # One was made of the other when its group got late columns, and is not deleted yet.
+        same, where = True, ""
+        frames[frame.group] = max(other, frame, key=lambda one: one.cells)
+    else:
+        # By the digest of samples, not of bytes: a client that repeats a put may have encoded it differently.
+        same, where = other.content == frame.content, "found before with other samples"
     if same:
         found.repeated += 1
     else:
@@ -152,6 +160,8 @@ def _read(file: int, source: Source, piece: Piece) -> LostFrame | Unusable:
         samples=metadata.num_samples,
         tokens=metadata.num_tokens,
         policy_version=metadata.policy_version,
+        rollouts=xxhash.xxh3_128_digest(msgspec.msgpack.encode((metadata.ids, metadata.lengths, metadata.loss_tokens))),
+        cells=sum(metadata.has),
     )
 
 

@@ -21,6 +21,7 @@ from penstock.errors import Conflict, CorruptFile
 from penstock.frames import GroupMetadata
 from penstock.log import (
     LOG,
+    WITNESS,
     Advance,
     GroupRow,
     Log,
@@ -35,7 +36,6 @@ from penstock.log import (
     set_identity,
     typed_errors,
 )
-from penstock.log import NAME as WITNESS
 from penstock.plane import OWN, Manifest, summary_of
 from penstock.runs.lost_frames import LostFrame, Progress, frames_of, metadata_of_frame, no_progress
 from penstock.runs.recovery import ASIDE, BUILDING, Plan

@@ -40,7 +40,7 @@ from penstock.errors import ConfigError, InvalidInput, PenstockError
 from penstock.extras import require
 from penstock.frames import read_head
 from penstock.protocol import MAX_ASKED, MAX_PAGE, OVER_LENGTH, Accepted
-from penstock.server.http_scoring import attach, lease
+from penstock.server.http_scoring import attach, lease, read_body
 from penstock.server.http_server import HttpServer, has_token, is_loopback, parse_address, read_token
 from penstock.server.http_tasks import MAX_BODY_BYTES, answer_tasks
 from penstock.server.openapi import FRAME, AskedGroups, describe, shown
@@ -187,7 +187,9 @@ def _of_frame(body: bytes, evaluation: bool) -> tuple[int, EncodedGroup]:
 
 async def _tasks(plane: Plane, what: str, request: Request) -> Response:
     body = await _small_body(request, MAX_BODY_BYTES)
-    return _json(await answer_tasks(plane, what, body)) if isinstance(body, bytes) else body
+    if not isinstance(body, bytes):
+        return body
+    return _json(await _while_connected(request, answer_tasks(plane, what, body)))
 
 
 async def _small_body(request: Request, limit: int) -> bytes | Response:
@@ -229,10 +231,7 @@ _READ_ASKED = msgspec.json.Decoder(AskedGroups)
 
 def _asked(body: bytes) -> list[str]:
     """Parse a question about groups."""
-    try:
-        groups = _READ_ASKED.decode(body).groups
-    except msgspec.DecodeError as error:
-        raise InvalidInput(f'body: {error}; send {{"groups": [id, ...]}}') from None
+    groups: list[str] = read_body(_READ_ASKED, body).groups
     if len(groups) > MAX_ASKED:
         raise InvalidInput(f"groups: {len(groups):,} ids; ask for at most {MAX_ASKED:,} at once")
     return groups

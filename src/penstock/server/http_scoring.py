@@ -74,7 +74,8 @@ class AttachedCounts(msgspec.Struct, kw_only=True):
 _LEASE, _ATTACH = msgspec.json.Decoder(AskedLease), msgspec.json.Decoder(AskedAttach)
 
 
-def _read(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+def read_body(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    """Decode a JSON body. Raises InvalidInput."""
     try:
         return decoder.decode(body)
     except msgspec.DecodeError as error:
@@ -85,7 +86,7 @@ def _read(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
 
 async def lease(plane: Plane, body: bytes) -> Leased:
     """Lease groups, and return their samples."""
-    asked = _read(_LEASE, body)
+    asked = read_body(_LEASE, body)
     request = LeaseRequest(asked.column, asked.groups, None, asked.lease_s, asked.timeout)
     leases, samples = await plane.alease_once(request)
     return Leased(samples=[_sample(one) for one in samples], leases=leases)
@@ -93,7 +94,7 @@ async def lease(plane: Plane, body: bytes) -> Leased:
 
 async def attach(plane: Plane, body: bytes) -> AttachedCounts:
     """Attach values."""
-    asked = _read(_ATTACH, body)
+    asked = read_body(_ATTACH, body)
     found = await plane.aattach(asked.column, asked.values, errors=asked.errors)
     return AttachedCounts(new=found.new, known=found.known, late=found.late)
 

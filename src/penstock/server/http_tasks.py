@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.errors import InvalidInput
 from penstock.protocol import GiveBack, LeaseTasks, Renew, Renewed, TasksLeased
+from penstock.server.http_scoring import read_body
 
 if TYPE_CHECKING:
     from penstock.client import Plane
@@ -74,14 +74,9 @@ _WANTED, _NAMED = msgspec.json.Decoder(WantedTasks), msgspec.json.Decoder(NamedL
 
 async def answer_tasks(plane: Plane, what: str, body: bytes) -> dict[str, Any]:
     """Answer a request. `what` is lease, renew or return."""
-    try:
-        wanted = _WANTED.decode(body) if what == "lease" else None
-        named = None if wanted is not None else _NAMED.decode(body)
-    except msgspec.DecodeError as error:
-        raise InvalidInput(f"body: {error}; see /openapi.json") from None
-    if wanted is not None:
-        return await _lease(plane, wanted)
-    assert named is not None
+    if what == "lease":
+        return await _lease(plane, read_body(_WANTED, body))
+    named: NamedLeases = read_body(_NAMED, body)
     leases = tuple(named.leases)
     if what == "return":
         await plane.arequest(lambda ticket: GiveBack(ticket=ticket, leases=leases, reason=named.reason))
