@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import penstock as ps
 from penstock.client import feed
 from penstock.errors import InvalidInput
+from penstock.frames import encode
 from penstock.log import reading
 from penstock.runs import RecordedRun, RunCopy, check, rerun, stored_samples
 from penstock.storage import FolderStorage, parse_location
@@ -90,6 +92,14 @@ def test_a_column_that_the_group_does_not_wait_for_is_rejected(open_plane: OpenP
     put(plane, "g")
     with pytest.raises(InvalidInput, match="attach ce_weights: group 'g' waits for teacher_logprobs"):
         plane.attach("ce_weights", values("g", 0))
+    assert plane.ledger.waiting == 3
+
+
+def test_values_that_are_longer_than_any_group_are_invalid(open_plane: OpenPlane) -> None:
+    plane = open_plane(**ONE, max_group_tokens=64)
+    put(plane, "g")
+    with pytest.raises(InvalidInput, match="attach teacher_logprobs: frame: says 1 samples, 65 tokens; this reader takes"):
+        plane.attach(TEACHER, {"g": {"g/0": np.zeros(65, np.float32)}})
     assert plane.ledger.waiting == 3
 
 
@@ -186,6 +196,50 @@ def test_a_lost_log_is_recovered_with_the_newest_frame_of_a_group_while_older_on
     recover(tmp_path)
     plane = open_plane(tmp_path, **{**ONE, "needs": (), "needs_deadline_s": None})
     assert trained(plane) == (("a/0", "a/1", "a/2"), [*VALUES, *(VALUES - 1), *(VALUES - 2)])
+
+
+def test_a_frame_that_was_written_and_not_attached_is_unused_and_one_with_other_samples_is_broken(
+    tmp_path: Path, open_plane: OpenPlane
+) -> None:
+    plane = open_plane(tmp_path, **ONE)
+    put(plane, "a", "b")
+    plane.close()
+    segment = location_of(tmp_path, "a").partition(":")[0]
+    with FolderStorage(tmp_path / "storage", create=False).path(segment).open("ab") as file:  # then it is killed
+        file.write(encode([one.replace(mode="opd", **{TEACHER: VALUES}) for one in named_group("a", samples=3)]))
+        file.write(encode(named_group("b", samples=2)))
+    report = check(tmp_path)
+    assert (report.unused, report.lost, report.ok) == (1, 0, True)
+    assert [text.partition(": ")[2] for text in report.broken] == ["group 'b': the log has it with other samples"]
+
+
+def test_a_log_from_before_an_attach_gets_the_new_frame(tmp_path: Path, open_plane: OpenPlane) -> None:
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    plane = open_plane(run, **ONE)
+    put(plane, "all", "some", "none")
+    frames = FolderStorage(run / "storage", create=False)
+    first = bytes(frames.read(location_of(run, "all"))[0])
+    plane.attach(TEACHER, values("some", 0))
+    eventually(lambda: nothing_to_delete(plane))
+    plane.close()
+    shutil.copytree(run, copy)
+    plane = open_plane(run, **ONE)
+    plane.attach(TEACHER, values("all", 0, 1, 2))
+    plane.attach(TEACHER, values("some", 1))
+    eventually(lambda: nothing_to_delete(plane))
+    plane.close()
+    for name in ("log.sqlite", "log.witness"):
+        shutil.copy(copy / name, run / name)
+    recover(run)
+    report = check(run)
+    assert (report.frames, report.missing, report.damaged, report.broken) == (3, [], [], [])
+    plane = open_plane(run, **ONE)
+    eventually(lambda: plane.ledger.held == 3)
+    assert trained(plane) == (("all/0", "all/1", "all/2"), [*VALUES, *(VALUES - 1), *(VALUES - 2)])
+    assert not plane.put_frame("all", first)  # a worker that repeats its put
+    assert plane.attach(TEACHER, values("some", 0, 1, 2)) == (1, 2, 0)
+    assert trained(plane)[0] == ("some/0", "some/1", "some/2")
+    assert plane.ledger.waiting == 3
 
 
 # ------------------------------------------------------------------ damage
