@@ -23,7 +23,7 @@ from penstock.client.direct import Direct, reachable
 from penstock.client.producer_connection import ProducerConnection, error_of
 from penstock.errors import CorruptFrame, InvalidInput, StorageError, UnknownKey
 from penstock.frames import ANY_SIZE, decode
-from penstock.protocol import MAX_NAME, Attached, ColumnsLeased, Frames, LeaseColumns, Rejected, StepPicks
+from penstock.protocol import MAX_NAME, Attached, ColumnsLeased, Frames, LeaseColumns, Rejected, StepPicks, seconds_of
 
 if TYPE_CHECKING:
     from penstock.storage import KeptStorage
@@ -182,7 +182,8 @@ class _Worker:
 
     def next(self) -> Conversation[tuple[ColumnsLeased, list[Sample]] | None]:
         """Return the next leases with their samples, or None after `timeout` seconds without any."""
-        until = None if self._asked.timeout is None else time.monotonic() + self._asked.timeout
+        timeout = seconds_of(self._asked.timeout)
+        until = None if timeout is None else time.monotonic() + timeout
         while True:
             answer = yield from self._connection.ask(self._question)
             if isinstance(answer, Rejected):
