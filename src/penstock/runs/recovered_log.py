@@ -24,6 +24,7 @@ from penstock.log import (
     WITNESS,
     Advance,
     AttachColumn,
+    AwaitColumns,
     GroupRow,
     Log,
     Lose,
@@ -138,15 +139,18 @@ def _put_back(log: Log, plan: Plan, choices: Choices, progress: Progress) -> Non
 def _renew(log: Log, plan: Plan, progress: Progress) -> int:
     """Give groups that got late columns since their newest frames, as an attach does. Returns the last decision."""
     op, rows = log.last_op, [row for row, _ in plan.newer]
+    awaits = [record for _, record in log.records() if isinstance(record, AwaitColumns)] if rows else []
+    columns = {group: one.columns for record in awaits for group, one in record.groups.items()}
     read = _read_again(((frame, frame.location) for _, frame in plan.newer), progress)
     for row, (frame, location, data, metadata) in zip(rows, read, strict=True):
         before = GroupMetadata.from_bytes(log.metadata_of([row.op])[row.op])
-        digests = new_values(before, metadata, decode(data, limits=LIMITS))
+        found = new_values(before, metadata, decode(data, limits=LIMITS))
+        digests = {column: values for column, values in found.items() if column in columns[row.id]}
         late = LateColumns(digests=with_digests(before, digests))
         with log.transaction():
-            for column, found in digests.items():
+            for column, values in digests.items():
                 op += 1
-                record = AttachColumn(group=row.op, column=column, values={}, digests=found, location=location)
+                record = AttachColumn(group=row.op, column=column, values={}, digests=values, location=location)
                 log.add_record(op, record)
             kinds = tuple(sorted(metadata.kinds.items()))
             log.set_metadata(row.op, msgspec.structs.replace(metadata, late=late).to_bytes(), kinds)

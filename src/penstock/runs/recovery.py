@@ -212,10 +212,12 @@ def _holds_data(part: Part) -> bool:
 
 
 def _newer(run: StoredRun, gone: Sequence[GroupRow], found: Survey) -> list[tuple[GroupRow, LostFrame]]:
-    """Return groups that wait for late columns and whose frame is gone, with the frame that has the most columns."""
+    """Return groups that wait for late columns and whose frame is gone, with the frame that has the most columns.
+
+    While the frame that the log names is there, the group keeps it: a newer one may never have been attached."""
     newest: dict[str, LostFrame] = {}
-    for frame in found.unused:
-        newest[frame.group] = max(newest.get(frame.group, frame), frame, key=lambda one: one.cells)
+    for frame in found.unused:  # oldest first: of two with as many columns the later one
+        newest[frame.group] = max(frame, newest.get(frame.group, frame), key=lambda one: one.cells)
     waiting = [row for row in gone if row.state is State.WAITING and row.id in newest]
     if not waiting:
         return []
