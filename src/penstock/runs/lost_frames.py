@@ -179,6 +179,7 @@ def _read(file: int, source: Source, piece: Piece) -> LostFrame | Unusable:
 
 
 def rollouts_digest(metadata: GroupMetadata) -> bytes:
+    """Return `LostFrame.rollouts` of a group."""
     return xxhash.xxh3_128_digest(msgspec.msgpack.encode((metadata.ids, metadata.lengths, metadata.loss_tokens)))
 
 

@@ -154,7 +154,7 @@ def _renew(log: Log, plan: Plan, progress: Progress) -> int:
                 log.add_record(op, record)
             kinds = tuple(sorted(metadata.kinds.items()))
             log.set_metadata(row.op, msgspec.structs.replace(metadata, late=late).to_bytes(), kinds)
-            if not before.late.digests and row.digest is not None:  # a repeated put of its first frame is recognised
+            if not before.late.digests:  # a repeated put of its first frame is recognised
                 log.add_discard(put_key(row.id, row.digest))
             log.set_frame(row.op, location, frame.digest)
     return op
