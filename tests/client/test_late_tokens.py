@@ -200,7 +200,7 @@ def test_a_worker_that_sees_the_storage_writes_the_new_frame_itself(tmp_path: Pa
 def test_a_worker_whose_group_got_a_new_frame_from_another_worker_goes_on_writing_frames_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs = {"needs": (TEACHER, "ref_kl_weights"), "needs_deadline_s": 600.0}
+    needs: dict[str, Any] = {"needs": (TEACHER, "ref_kl_weights"), "needs_deadline_s": 600.0}
     with (
         ps.open(tmp_path, listen=("tcp://127.0.0.1:*",), **SETTINGS, **needs) as server,
         ps.open(server.url, timeouts=FAST) as other,

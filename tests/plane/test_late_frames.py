@@ -160,8 +160,8 @@ def test_a_reader_of_a_live_run_follows_a_group_to_the_frame_that_an_attach_gave
     column = np.concatenate([VALUES, VALUES - 1, VALUES - 2]).tolist()
     assert [one.id for one in converted] == ["b/0", "b/1", "b/2", "c/0", "c/1", "c/2"]
     row = before["b"]
-    assert np.concatenate(list(stored_samples(tmp_path, "b", row.location)[TEACHER])).tolist() == column
-    assert np.concatenate(list(ps.decode(recorded.complete_frame(row.op))[TEACHER])).tolist() == column
+    assert stored_samples(tmp_path, "b", row.location)[TEACHER].values.tolist() == column
+    assert ps.decode(recorded.complete_frame(row.op)).columns[TEACHER].values.tolist() == column
     assert recorded.verify() == 3
     assert not recorded.gone
     plane.attach(TEACHER, values("c", 0, 1, 2))

@@ -10,6 +10,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from penstock.arrays import Samples
 from penstock.errors import CorruptFile, InvalidInput, PenstockError
 from penstock.frames import Buffer, GroupMetadata, attach_late, decode
@@ -50,6 +52,12 @@ def stored_samples(folder: Path, group: str, location: str) -> Samples:
     """Read the samples of a group, with the values that were attached after its put. Raises Gone if it was deleted.
 
     A group that got a column of values per token after it was listed has a newer frame: that one is read."""
+    return stored_group(folder, group, location)[0]
+
+
+def stored_group(folder: Path, group: str, location: str) -> tuple[Samples, Sequence[int]]:
+    """Return what `stored_samples` returns, and how many tokens of each sample a step takes: 0 of one that is too long
+    and dropped, or that was left out when its group got its late values."""
     while True:
         try:
             found: Samples | PenstockError = decode(read_stored(folder, location))
@@ -62,7 +70,10 @@ def stored_samples(folder: Path, group: str, location: str) -> Samples:
         if now == location:
             if isinstance(found, PenstockError):
                 raise found
-            return attach_late(found, GroupMetadata.from_bytes(data).late.arrays()) if data else found
+            if not data:
+                return found, found.lengths.tolist()
+            metadata = GroupMetadata.from_bytes(data)
+            return attach_late(found, metadata.late.arrays()), np.frombuffer(metadata.kept, "<i8").tolist()
         if not now:
             raise Gone(f"group {group!r}: its frame was freed meanwhile")
         location = now
