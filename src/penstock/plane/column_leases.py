@@ -11,6 +11,7 @@ could never get its column.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -120,13 +121,13 @@ class ColumnLeases:
                 lose(self._engine, {op: why for op, why in bad.items() if op in self._engine.state.late.waiting})
         if not self._waiting:
             return
-        free = {column: list(ops) for column, ops in self._engine.state.late.free.items()}
+        free, handed = self._engine.state.late.free, Counter[str]()
         for ticket, wanted in list(self._waiting.items()):
             message = wanted.message
-            ops = free.get(message.column, [])
-            taken = list(islice(ops, message.groups))
+            first = handed[message.column]  # those before are handed out at the end of this turn
+            taken = list(islice(free.get(message.column, ()), first, first + message.groups))
             if taken:
-                free[message.column] = ops[len(taken) :]
+                handed[message.column] += len(taken)
                 keys = tuple(key_of(op, message.column) for op in taken)
                 record = HandOut(kind=COLUMN, keys=keys, worker=message.worker, lease_s=message.lease_s)
                 self._leases.decide(record, partial(self._hand_over, ticket, message, keys))
