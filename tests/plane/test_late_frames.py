@@ -16,9 +16,11 @@ import penstock as ps
 from penstock.client import feed
 from penstock.errors import InvalidInput
 from penstock.frames import encode
+from penstock.integrations.formats.file_or_stream import Lost, Place
+from penstock.integrations.formats.penstock_files import read_run_groups
 from penstock.log import reading
 from penstock.runs import RecordedRun, RunCopy, check, rerun, stored_samples
-from penstock.storage import FolderStorage, parse_location
+from penstock.storage import FolderStorage, Gone, parse_location
 from tests.runs.test_recover import recover
 from tests.support.groups import named_group
 from tests.support.late_groups import nothing_to_delete, taken
@@ -151,6 +153,34 @@ def test_copies_checks_reruns_and_readers_know_the_new_frames(tmp_path: Path, op
     other = open_plane(tmp_path / "other", **ONE)
     assert feed(recorded, other, speed=None).groups == 3
     assert (other.ledger.held, other.ledger.waiting) == (5, 3)
+
+
+def test_a_reader_of_a_live_run_follows_a_group_to_the_frame_that_an_attach_gave_it(
+    tmp_path: Path, open_plane: OpenPlane
+) -> None:
+    plane = open_plane(tmp_path, retain_steps=1, **ONE)
+    put(plane, "a", "b", "c")
+    recorded = RecordedRun.open(tmp_path)
+    before = {row.id: row for row in recorded.groups.values()}
+    converted = read_run_groups(Place(str(tmp_path)), Lost())
+    assert [next(converted).id for _ in range(3)] == ["a/0", "a/1", "a/2"]
+    plane.attach(TEACHER, values("b", 0, 1, 2))
+    eventually(lambda: nothing_to_delete(plane))
+    # What was listed before the attach names a frame that is deleted by now. The group is neither gone nor damaged.
+    column = np.concatenate([VALUES, VALUES - 1, VALUES - 2]).tolist()
+    assert [one.id for one in converted] == ["b/0", "b/1", "b/2", "c/0", "c/1", "c/2"]
+    row = before["b"]
+    assert stored_samples(tmp_path, "b", row.location)[TEACHER].values.tolist() == column
+    assert ps.decode(recorded.complete_frame(row.op)).columns[TEACHER].values.tolist() == column
+    assert recorded.verify() == 3
+    assert not recorded.gone
+    plane.attach(TEACHER, values("c", 0, 1, 2))
+    for _ in range(2):  # b, then c: b is freed
+        trained(plane)
+    eventually(lambda: nothing_to_delete(plane))
+    for read in (lambda: stored_samples(tmp_path, "b", row.location), lambda: recorded.complete_frame(row.op)):
+        with pytest.raises(Gone, match="group 'b'"):
+            read()
 
 
 def test_a_lost_log_is_recovered_with_the_columns(tmp_path: Path, open_plane: OpenPlane) -> None:

@@ -167,6 +167,8 @@ class _Worker:
     def __init__(self, connection: ProducerConnection, asked: LeaseRequest) -> None:
         self._connection, self._asked = connection, asked
         self._storage: KeptStorage | None = None
+        self._has_failed = False
+        """Whether the last read failed."""
         self._name = f"{platform.node()}:{os.getpid()}"[:MAX_NAME]
 
     def reach(self, attached: Attached) -> None:
@@ -200,13 +202,17 @@ class _Worker:
                     _abandon(self._connection, answer.leases, str(error)[:200])
                     yield from self._failed(error)
                     continue
+                self._has_failed = False
                 return answer, samples
             if until is not None and time.monotonic() >= until:
                 return None
 
     def _failed(self, error: Exception) -> Conversation[None]:
         logger.warning("lacking %s: %s; others may be able to read it", self._asked.column, error)
-        self._storage = None  # the plane may see what this process does not
+        if self._has_failed:  # the plane may see what this process does not
+            self._storage = None
+        # Once is no sign of that: a worker with another column may have given the group a new frame meanwhile.
+        self._has_failed = True
         yield Pause(_AGAIN_S)
 
     def _question(self, ticket: int) -> LeaseColumns:

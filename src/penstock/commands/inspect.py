@@ -226,7 +226,7 @@ def _run_text(found: dict[str, Any]) -> str:
         f"{found['next_step']}, policy version {found['policy_version']}",
         f"ledger     {Ledger.from_dict(ledger)}",
         f"trained    {ledger['uses']:,} uses of samples",
-        f"discarded  {reasons_line(ledger['discarded'])} (before they were put)",
+        f"discarded  {reasons_line(ledger['discarded'])} (before they were put, or when late columns came)",
         *([f"too long   {over_length_text(ledger['over_length'])}"] if any(ledger["over_length"].values()) else []),
         *([masked_line(ledger["masked"])] if any(ledger["masked"].values()) else []),
         f"groups     {found['num_groups']:,}, {found['num_tokens']:,} tokens; {found['held_groups']:,} held",
