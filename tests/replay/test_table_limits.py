@@ -244,3 +244,26 @@ def test_a_priority_that_is_no_number_is_our_error(priority: Any) -> None:
     table.insert("a", 1)
     with pytest.raises(InvalidInput, match=r"has priority .*; give a finite number"):
         table.update_priorities({"a": priority})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_bytes": 2**70},
+        {"num_tokens": 2**63},
+        {"num_bytes": 1.5},
+        {"num_tokens": "x"},
+        {"policy_version": 2**63},
+        {"policy_version": "x"},
+    ],
+    ids=str,
+)
+def test_a_number_that_no_row_holds_is_an_error_and_takes_no_room(wrong: dict[str, Any]) -> None:
+    table = Table(capacity=2)
+    with pytest.raises(InvalidInput, match=rf"insert\('a'\): {next(iter(wrong))}: .*; give a whole number from"):
+        table.insert("a", 1, **wrong)
+    for key in "ab":
+        table.insert(key, 1, num_bytes=np.int64(3), policy_version=np.int64(4), timeout=0)  # type: ignore[arg-type]
+    assert len(table) == 2
+    with pytest.raises(InvalidInput, match="sample: n: 'x'; give a whole number"):
+        table.sample("x")  # type: ignore[arg-type]

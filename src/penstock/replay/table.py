@@ -9,6 +9,7 @@ seeded generator makes every random choice.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from penstock.replay.table_keywords import TableKeywords
 
 _KEY_TYPES = (str, int)
+_MOST = 2**53
+"""The largest size and version of an item. Larger ones do not fit a row, or their sums become inexact."""
 _MAX_PRIORITY_BITS = np.float64(MAX_PRIORITY).view(np.uint64)
 
 
@@ -107,6 +110,8 @@ class Table:
             _refuse_priority(f"insert({key!r}): priority", priority)
         if num_bytes or num_tokens:
             self._check_size(key, num_bytes, num_tokens)
+        if type(policy_version) is not int or not -_MOST <= policy_version <= _MOST:
+            policy_version = _whole(f"insert({key!r}): policy_version", policy_version, -_MOST, _MOST)
         if not isinstance(key, _KEY_TYPES):
             raise InvalidInput(f"insert: key {key!r} is a {type(key).__name__}; give a str or an int")
         store = self._store
@@ -158,13 +163,12 @@ class Table:
             ("num_bytes", num_bytes, settings.capacity_bytes),
             ("num_tokens", num_tokens, settings.capacity_tokens),
         ):
-            if size < 0 or (limit is not None and size > limit):
-                most = "any number" if limit is None else limit
-                raise InvalidInput(f"insert({key!r}): {name} {size}; the table takes 0 to {most}")
+            _whole(f"insert({key!r}): {name}", size, 0, _MOST if limit is None else min(limit, _MOST))
 
     def _check_count(self, n: int, *, replace: bool) -> None:
         settings = self._store.settings
         most = settings.limiter.max_batch
+        _whole("sample: n", n, -_MOST, _MOST)
         if n < 1 or (n > settings.capacity and not replace) or (most is not None and n > most):
             raise InvalidInput(
                 f"sample: {n} items with capacity {settings.capacity} and {settings.limiter}; such a batch can "
@@ -402,6 +406,17 @@ def _is_priority(priority: Any) -> bool:
         return bool(0.0 <= priority <= MAX_PRIORITY)
     except (TypeError, ValueError):
         return False
+
+
+def _whole(where: str, value: Any, least: int, most: int) -> int:
+    """Return a whole number, also one of numpy's, or raise."""
+    try:
+        found = operator.index(value)
+    except TypeError:
+        found = least - 1
+    if not least <= found <= most or isinstance(value, bool):
+        raise InvalidInput(f"{where}: {value!r:.60}; give a whole number from {least} to {most}")
+    return found
 
 
 def _refuse_priority(where: str, priority: object) -> None:
