@@ -252,7 +252,7 @@ def _reward(scores: Array) -> Array:
 def read_verl(place: Place, lost: Lost) -> Iterator[Sample]:
     """Yield the samples of an .npz or .safetensors file."""
     try:
-        fields = _npz(place) if zipfile.is_zipfile(place.path) else _safetensors(place)
+        fields = _npz(place) if place.is_zip else _safetensors(place)
     except FileNotFoundError:
         raise
     except _UNREADABLE as error:
