@@ -112,8 +112,9 @@ class Turn:
             raise InvalidInput(
                 f"{where}.sampled: False, yet logprobs or mask say some tokens were; drop one of the two"
             )
-        if not isinstance(role, str) or len(role) > MAX_TEXT:
-            raise InvalidInput(f"{where}.role: {str(role)[:40]!r}; must be a string of at most {MAX_TEXT} characters")
+        named: object = role
+        if not isinstance(named, str) or len(named) > MAX_TEXT:
+            raise InvalidInput(f"{where}.role: {str(named)[:40]!r}; must be a string of at most {MAX_TEXT} characters")
         # A mask that is all True says the same as `sampled`, and equal turns must compare and encode alike.
         keep_mask = sampled and marks is not None and not marks.all()
         put = object.__setattr__
