@@ -289,6 +289,8 @@ def test_ranks_that_rewind_to_a_damaged_step_get_no_step_of_an_earlier_plan() ->
             plane.put(named_group(name))
         with trained(plane, count=1) as found:
             assert found == {1: {"a/0", "a/1", "b/0", "b/1"}}
+            while not (2 in server.engine.state.steps and server.engine.state.steps[2].digests):  # until it is planned
+                threading.Event().wait(QUICK.heartbeat_s)
         damage_frame(server.engine, "b")
         with pytest.raises(PenstockError, match=r"steps 1 to [23] are planned again"), trained(plane, count=2):
             pass
@@ -314,8 +316,6 @@ def trained(plane: ps.Plane, *, count: int) -> Iterator[dict[int, set[str]]]:
     try:
         with ThreadPoolExecutor(RANKS) as pool:
             steps = [step for found in pool.map(train, ranks) for step in found]
-        while plane.status()["last_step"] == count < 2:  # until the one behind them is planned
-            threading.Event().wait(QUICK.heartbeat_s)
         ids: dict[int, set[str]] = {}
         for step in steps:
             own = {name for batch in step if not batch.is_dummy for name in batch.segments.ids if name}
