@@ -22,7 +22,10 @@ HUGE = 1 << 70
     [
         (lambda plane: next(plane.lacking("rewards", groups=HUGE, timeout=0)), "groups: 11805"),
         (lambda plane: next(plane.lacking("rewards", groups="3", timeout=0)), "groups: '3'; expected `int`, got `str`"),
-        (lambda plane: next(plane.lacking("rewards", groups=2.5, timeout=0)), "groups: 2.5; expected `int`, got `float`"),
+        (
+            lambda plane: next(plane.lacking("rewards", groups=2.5, timeout=0)),
+            "groups: 2.5; expected `int`, got `float`",
+        ),
         (lambda plane: next(plane.lacking("rewards", groups=np.int64(2), timeout=0)), "numpy.int64"),
         (lambda plane: next(plane.lacking("\ud800", timeout=0)), "surrogates"),
         (lambda plane: next(iter(plane.tasks(["a"], seed=HUGE))), "seed: 11805"),

@@ -111,8 +111,8 @@ def test_extreme_numbers_anywhere_are_problems_and_the_plane_restarts(tmp_path: 
                 assert ask(path, text) in (200, 201, 400, 404, 409), (path, text)
         for value in VALUES:
             for query in ("groups?timeout", "feedback?after", "feedback?limit", "feedback?wait"):
-                path, body = f"/v1/{query}={quote(value)}", "{}" if query.startswith("groups") else None
-                assert ask(path, body) in (200, 400), path
+                path, sent = f"/v1/{query}={quote(value)}", "{}" if query.startswith("groups") else None
+                assert ask(path, sent) in (200, 400), path
         assert ask("/v1/status") == 200
         before = plane.ledger
         assert before.accepted > 2
