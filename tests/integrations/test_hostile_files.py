@@ -66,6 +66,8 @@ def test_a_sample_that_is_none_is_named(tmp_path: Path, sample: object) -> None:
 def test_a_batch_of_single_values_is_rejected() -> None:
     with pytest.raises(InvalidInput, match="responses is a single value"):
         from_verl({"prompts": np.zeros((1, 2)), "responses": np.array(3)})
+    with pytest.raises(InvalidInput, match="prompts: rows of different lengths"):
+        from_verl({"prompts": [[1], [1, 2]], "responses": [[2], [3]]})
 
 
 def test_what_is_printed_of_data_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
