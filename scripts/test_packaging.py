@@ -152,7 +152,7 @@ def test_core(wheel: Path, source: Path, folder: Path, version: str, python: Pat
     tests = [path.relative_to(source) for path in core_tests(source)]
     fast = ["-m", "not slow and not deep and not process", "--workers", "2"]
     code = environment.run("-m", "pytest", *fast, *tests, cwd=source)
-    code = code or environment.run("-m", "penstock.cli", "doctor", cwd=folder)
+    code = code or environment.run("-m", "penstock.cli", "doctor", "--imports", cwd=folder)
     return code == 0
 
 

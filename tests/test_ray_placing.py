@@ -73,7 +73,7 @@ def test_a_plane_of_a_cluster_has_every_setting_of_a_server_process() -> None:
 
 
 def test_settings_of_a_server_are_named_where_there_is_no_server() -> None:
-    with pytest.raises(ConfigError, match=r"memory:: metrics: a setting of `penstock serve` and of ray:// planes"):
+    with pytest.raises(ConfigError, match=r"memory: metrics: a setting of `penstock serve` and of ray:// planes"):
         ps.open("memory:", ranks=1, seq_len=16, groups_per_step=1, metrics="127.0.0.1:0")
 
 

@@ -72,6 +72,18 @@ def test_the_folder_of_a_run_stands_for_its_store(
         assert "1 images, " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("action", ["list", "verify", "sweep"])
+def test_a_folder_that_is_no_store_and_no_run_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str
+) -> None:
+    assert main(["assets", action, str(tmp_path)]) == 1
+    assert "no asset store and no run in it" in capsys.readouterr().err
+    (tmp_path / "plane").mkdir()
+    (tmp_path / "plane" / "log.sqlite").touch()
+    assert main(["assets", action, str(tmp_path)]) == 0  # a run without images
+    assert "0 images" in capsys.readouterr().out
+
+
 def test_a_sweep_reports_what_it_removed_and_kept(
     tmp_path: Path, picture: Picture, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,7 +95,7 @@ def test_a_judge_killed_around_the_frames_it_writes_harms_no_group(tmp_path: Pat
     found = check(tmp_path / "run")
     assert (found.frames, found.damaged, found.missing, found.unregistered, found.lost) == (len(names), [], [], {}, 0)
     # What the killed judges wrote and did not attach is in their segments, which are deleted once they are old.
-    assert all("the log has it with another frame" in one for one in found.broken)
+    assert found.broken == [] and found.unused > 0
     for row in RecordedRun.open(tmp_path / "run").groups.values():
         for sample in stored_samples(tmp_path / "run", row.id, row.location):
             assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import penstock as ps
+from penstock.client.column_lease import _Worker
 from penstock.errors import Conflict, InvalidInput
 from penstock.log import reading
 from tests.support.late_groups import arrays_of, nothing_to_delete, rollout, taken
@@ -192,6 +194,36 @@ def test_a_worker_that_sees_the_storage_writes_the_new_frame_itself(tmp_path: Pa
             last, writer = location_of(tmp_path, "g")
             assert writer == "plane"
         assert len({before[0], middle, last}) == 3
+        assert server.ledger.held == 3
+
+
+def test_a_worker_whose_group_got_a_new_frame_from_another_worker_goes_on_writing_frames_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs: dict[str, Any] = {"needs": (TEACHER, "ref_kl_weights"), "needs_deadline_s": 600.0}
+    with (
+        ps.open(tmp_path, listen=("tcp://127.0.0.1:*",), **SETTINGS, **needs) as server,
+        ps.open(server.url, timeouts=FAST) as other,
+        ps.open(server.url, timeouts=FAST) as client,
+    ):
+        server.put(samples_of("g"))
+        first, _ = location_of(tmp_path, "g")
+        read, calls = _Worker._read, itertools.count()
+
+        def read_late(self: _Worker, *answer: Any) -> Any:
+            """Read samples only once another worker has attached its column to them."""
+            if next(calls) == 0:
+                for lease in other.lacking(TEACHER, timeout=0):
+                    lease.attach({sample.id: teacher(sample) for sample in lease.samples})
+                eventually(lambda: nothing_to_delete(server))
+            return read(self, *answer)
+
+        monkeypatch.setattr(_Worker, "_read", read_late)
+        (lease,) = client.lacking("ref_kl_weights", timeout=0)
+        assert lease.attach({sample.id: np.ones(sample.num_tokens) for sample in lease.samples}) == (3, 0, 0)
+        last, writer = location_of(tmp_path, "g")
+        assert last != first
+        assert writer != "plane"
         assert server.ledger.held == 3
 
 

@@ -327,6 +327,24 @@ def test_an_iteration_waits_for_leases_of_others_and_says_so(plane: ps.Plane) ->
     thread.join()
 
 
+@pytest.mark.parametrize("env_weights", [None, {"math": 1.0, "code": 1.0}])
+def test_a_step_that_no_prompt_is_left_for_says_so(open_plane: OpenPlane, env_weights: dict[str, float] | None) -> None:
+    plane = open_plane(ranks=1, groups_per_step=2, **({"env_weights": env_weights} if env_weights else {}))
+    for name, prompts in {"code": NAMES[:1], "math": NAMES[: 4 if env_weights else 2]}.items():
+        for task in plane.tasks(prompts, name=name):
+            with task.group() as group:
+                for reward in (0.0, 1.0):
+                    turns = [ps.Turn([1, 2]), ps.Turn([3, 4], logprobs=[-0.5, -0.5])]
+                    group.add(ps.Trajectory(turns=turns, reward=reward, env=name))
+    train(plane, 1)
+    if env_weights:  # the other environment has groups
+        words = "generation: 3 of 2 groups; environment 'code': 0 of 1; no prompts are left in 'code', 'math'"
+    else:
+        words = "generation: 1 of 2 groups; no prompts are left in 'code', 'math'"
+    with plane.source(0) as source, pytest.raises(ps.errors.WaitTimeout, match=f"waited for: {words}$"):
+        source.step(timeout=2.0 * pace())
+
+
 def test_top_shows_how_far_a_list_is(plane: ps.Plane) -> None:
     held = take(plane, 2)
     work(held[0])

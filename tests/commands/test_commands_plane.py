@@ -294,16 +294,30 @@ def test_client_names_cannot_leave_the_folder(tmp_path: Path, name: str, capsys:
 def test_doctor_imports_every_extra_and_finds_this_machine_healthy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = out(capsys, "doctor", str(tmp_path))
-    assert "Everything essential works." in page
+    page = out(capsys, "doctor", str(tmp_path), "--imports")
+    assert "Everything essential works." in page and "extras      imported: " in page
     assert max(map(len, page.splitlines())) <= 120
 
 
 def test_doctor_wraps_what_it_found() -> None:
-    many = [doctor.Finding(name="extras", verdict="ok", text=f"imported: {', '.join(['tensorboard'] * 40)}")]
-    lines = doctor._text(many, healthy=True).splitlines()
-    assert len(lines) > 5 and max(map(len, lines)) <= 100
-    assert lines[1].startswith(" " * len("ok    extras  ") + "tensorboard")
+    many = doctor.Finding(name="extras", verdict="ok", text=f"imported: {', '.join(['tensorboard'] * 40)}")
+    lines = doctor._line(many).splitlines()
+    assert len(lines) > 3 and max(map(len, lines)) <= 100
+    assert lines[1].startswith(" " * len("ok    extras      ") + "tensorboard")
+
+
+@pytest.mark.process
+def test_doctor_imports_no_extra_and_prints_each_line_as_soon_as_it_knows_it() -> None:
+    program = "import sys; from penstock.cli import main; main(['doctor']); print(*sys.modules, file=sys.stderr)"
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    chunks = []
+    while chunk := os.read(process.stdout.fileno(), 1 << 16):  # what one write put into the pipe, or several
+        chunks.append(chunk.decode())
+    loaded = process.communicate()[1].decode().split()
+    assert process.returncode == 0 and len(chunks) > 1, chunks
+    assert "ok    extras      installed: " in "".join(chunks)
+    assert not {"torch", "transformers", "ray", "tinker"} & {*loaded}
 
 
 @pytest.mark.usefixtures("few_extras")

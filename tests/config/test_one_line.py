@@ -99,6 +99,7 @@ class Numbers:
     rate: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     size_bytes: int = 0
     pair: tuple[float, float] = (0.0, 1.0)
+    counts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check(self)
@@ -109,6 +110,11 @@ class Numbers:
     [
         ({"count": True}, "count: True; must be a whole number from 1 up"),
         ({"count": 1.0}, "count: 1.0; must be a whole number"),
+        ({"count": 2**63}, "count: a number of 64 bits; it must be below 2**63"),
+        ({"count": 10**5000}, "count: a number of 16,610 bits; it must be below 2**63"),
+        ({"size_bytes": "9999999999 TiB"}, "size_bytes: '9999999999 TiB'; must be a size"),
+        ({"size_bytes": "9" * 400}, "size_bytes: '999"),
+        ({"counts": (1, 2**63)}, "counts: (1, 9223372036854775808); must be a list, each item a whole number"),
         ({"rate": float("nan")}, "rate: nan; must be a number from 0 up and below 1"),
         ({"rate": 1.0}, "rate: 1.0; must be a number from 0 up and below 1"),
         ({"pair": (1.0, float("inf"))}, "pair: "),

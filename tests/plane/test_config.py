@@ -173,11 +173,11 @@ def test_open_takes_every_setting_of_a_plane_and_no_other() -> None:
         "memory:", ranks=1, seq_len=8, groups_per_step=1, snapshot_every=7, needs=["logprobs"], pad_to_multiple_of=2
     ):
         pass
-    with pytest.raises(ConfigError, match="memory:: seq_lne: unknown setting; did you mean 'seq_len'"):
+    with pytest.raises(ConfigError, match="memory: seq_lne: unknown setting; did you mean 'seq_len'"):
         ps.open("memory:", ranks=1, seq_lne=8, groups_per_step=1)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="memory:: seq_len: missing"):
+    with pytest.raises(ConfigError, match="memory: seq_len: missing"):
         ps.open("memory:", ranks=1)
-    with pytest.raises(ConfigError, match=r"memory:: capacity: 0; must be a whole number from 1 to 134217728"):
+    with pytest.raises(ConfigError, match=r"memory: capacity: 0; must be a whole number from 1 to 134217728"):
         ps.open("memory:", ranks=1, seq_len=8, groups_per_step=1, capacity=0)
     with pytest.raises(ConfigError, match="tcp://x:1: ranks, seed: the plane there has its own settings"):
         ps.open("tcp://x:1", ranks=1, seed=3, run="a")
@@ -203,13 +203,13 @@ def test_an_address_of_no_known_kind_is_no_folder(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"groups_per_step": 0}, "memory:: groups_per_step: 0; must be a whole number from 1 up, or none"),
-        ({"groups_per_step": None}, "memory:: step target: none; give exactly one of groups_per_step"),
-        ({"micro_batch_max_tokens": 16}, "memory:: micro_batch_max_tokens: 16 with seq_len 8"),
-        ({"sampler": {"kind": "prioritized", "exponent": 9}}, "memory:: sampler.exponent: 9; must be a number"),
-        ({"sampler": "best"}, "memory:: sampler: 'best': unknown kind"),
-        ({"timeouts": {"peer_s": 0}}, "memory:: timeouts.peer_s: 0; must be a number above 0"),
-        ({"cost": 3}, "memory:: cost: 3; must be a table"),
+        ({"groups_per_step": 0}, "memory: groups_per_step: 0; must be a whole number from 1 up, or none"),
+        ({"groups_per_step": None}, "memory: step target: none; give exactly one of groups_per_step"),
+        ({"micro_batch_max_tokens": 16}, "memory: micro_batch_max_tokens: 16 with seq_len 8"),
+        ({"sampler": {"kind": "prioritized", "exponent": 9}}, "memory: sampler.exponent: 9; must be a number"),
+        ({"sampler": "best"}, "memory: sampler: 'best': unknown kind"),
+        ({"timeouts": {"peer_s": 0}}, "memory: timeouts.peer_s: 0; must be a number above 0"),
+        ({"cost": 3}, "memory: cost: 3; must be a table"),
     ],
 )
 def test_open_names_what_is_wrong_as_the_caller_wrote_it(settings: dict[str, Any], message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ import pytest
 import penstock as ps
 from penstock.client import feed
 from penstock.errors import InvalidInput
+from penstock.frames import encode
+from penstock.integrations.formats.file_or_stream import Lost, Place
+from penstock.integrations.formats.penstock_files import read_run_groups
 from penstock.log import reading
 from penstock.runs import RecordedRun, RunCopy, check, rerun, stored_samples
-from penstock.storage import FolderStorage, parse_location
+from penstock.storage import FolderStorage, Gone, parse_location
 from tests.runs.test_recover import recover
 from tests.support.groups import named_group
 from tests.support.late_groups import nothing_to_delete, taken
@@ -93,6 +97,14 @@ def test_a_column_that_the_group_does_not_wait_for_is_rejected(open_plane: OpenP
     assert plane.ledger.waiting == 3
 
 
+def test_values_that_are_longer_than_any_group_are_invalid(open_plane: OpenPlane) -> None:
+    plane = open_plane(**ONE, max_group_tokens=64)
+    put(plane, "g")
+    with pytest.raises(InvalidInput, match="attach teacher_logprobs: frame: says 1 samples, 65 tokens; "):
+        plane.attach(TEACHER, {"g": {"g/0": np.zeros(65, np.float32)}})
+    assert plane.ledger.waiting == 3
+
+
 # ------------------------------------------------------------------ restarts and readers
 
 
@@ -143,6 +155,34 @@ def test_copies_checks_reruns_and_readers_know_the_new_frames(tmp_path: Path, op
     assert (other.ledger.held, other.ledger.waiting) == (5, 3)
 
 
+def test_a_reader_of_a_live_run_follows_a_group_to_the_frame_that_an_attach_gave_it(
+    tmp_path: Path, open_plane: OpenPlane
+) -> None:
+    plane = open_plane(tmp_path, retain_steps=1, **ONE)
+    put(plane, "a", "b", "c")
+    recorded = RecordedRun.open(tmp_path)
+    before = {row.id: row for row in recorded.groups.values()}
+    converted = read_run_groups(Place(str(tmp_path)), Lost())
+    assert [next(converted).id for _ in range(3)] == ["a/0", "a/1", "a/2"]
+    plane.attach(TEACHER, values("b", 0, 1, 2))
+    eventually(lambda: nothing_to_delete(plane))
+    # What was listed before the attach names a frame that is deleted by now. The group is neither gone nor damaged.
+    column = np.concatenate([VALUES, VALUES - 1, VALUES - 2]).tolist()
+    assert [one.id for one in converted] == ["b/0", "b/1", "b/2", "c/0", "c/1", "c/2"]
+    row = before["b"]
+    assert stored_samples(tmp_path, "b", row.location)[TEACHER].values.tolist() == column
+    assert ps.decode(recorded.complete_frame(row.op)).columns[TEACHER].values.tolist() == column
+    assert recorded.verify() == 3
+    assert not recorded.gone
+    plane.attach(TEACHER, values("c", 0, 1, 2))
+    for _ in range(2):  # b, then c: b is freed
+        trained(plane)
+    eventually(lambda: nothing_to_delete(plane))
+    for read in (lambda: stored_samples(tmp_path, "b", row.location), lambda: recorded.complete_frame(row.op)):
+        with pytest.raises(Gone, match="group 'b'"):
+            read()
+
+
 def test_a_lost_log_is_recovered_with_the_columns(tmp_path: Path, open_plane: OpenPlane) -> None:
     plane = open_plane(tmp_path, **ONE)
     for name in "ab":
@@ -186,6 +226,50 @@ def test_a_lost_log_is_recovered_with_the_newest_frame_of_a_group_while_older_on
     recover(tmp_path)
     plane = open_plane(tmp_path, **{**ONE, "needs": (), "needs_deadline_s": None})
     assert trained(plane) == (("a/0", "a/1", "a/2"), [*VALUES, *(VALUES - 1), *(VALUES - 2)])
+
+
+def test_a_frame_that_was_written_and_not_attached_is_unused_and_one_with_other_samples_is_broken(
+    tmp_path: Path, open_plane: OpenPlane
+) -> None:
+    plane = open_plane(tmp_path, **ONE)
+    put(plane, "a", "b")
+    plane.close()
+    segment = location_of(tmp_path, "a").partition(":")[0]
+    with FolderStorage(tmp_path / "storage", create=False).path(segment).open("ab") as file:  # then it is killed
+        file.write(encode([one.replace(mode="opd", **{TEACHER: VALUES}) for one in named_group("a", samples=3)]))
+        file.write(encode(named_group("b", samples=2)))
+    report = check(tmp_path)
+    assert (report.unused, report.lost, report.ok) == (1, 0, True)
+    assert [text.partition(": ")[2] for text in report.broken] == ["group 'b': the log has it with other samples"]
+
+
+def test_a_log_from_before_an_attach_gets_the_new_frame(tmp_path: Path, open_plane: OpenPlane) -> None:
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    plane = open_plane(run, **ONE)
+    put(plane, "all", "some", "none")
+    frames = FolderStorage(run / "storage", create=False)
+    first = bytes(frames.read(location_of(run, "all"))[0])
+    plane.attach(TEACHER, values("some", 0))
+    eventually(lambda: nothing_to_delete(plane))
+    plane.close()
+    shutil.copytree(run, copy)
+    plane = open_plane(run, **ONE)
+    plane.attach(TEACHER, values("all", 0, 1, 2))
+    plane.attach(TEACHER, values("some", 1))
+    eventually(lambda: nothing_to_delete(plane))
+    plane.close()
+    for name in ("log.sqlite", "log.witness"):
+        shutil.copy(copy / name, run / name)
+    recover(run)
+    report = check(run)
+    assert (report.frames, report.missing, report.damaged, report.broken) == (3, [], [], [])
+    plane = open_plane(run, **ONE)
+    eventually(lambda: plane.ledger.held == 3)
+    assert trained(plane) == (("all/0", "all/1", "all/2"), [*VALUES, *(VALUES - 1), *(VALUES - 2)])
+    assert not plane.put_frame("all", first)  # a worker that repeats its put
+    assert plane.attach(TEACHER, values("some", 0, 1, 2)) == (1, 2, 0)
+    assert trained(plane)[0] == ("some/0", "some/1", "some/2")
+    assert plane.ledger.waiting == 3
 
 
 # ------------------------------------------------------------------ damage

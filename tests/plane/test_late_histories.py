@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import xxhash
@@ -13,11 +15,13 @@ import xxhash
 from penstock.frames import encode
 from penstock.log import Awaited, GroupRow, HandOut, ReturnLeases, SqliteLog
 from penstock.packing import Packing
+from penstock.plane.column_leases import ColumnLeases
 from penstock.plane.late_groups import COLUMN, LateGroups, WaitingGroup, key_of
 from penstock.plane.late_values import MOST_RESTARTS
 from penstock.plane.lease_book import LeaseBook
+from penstock.plane.leases import Leases
 from penstock.plane.settings import PlaneSettings, Replay, Target
-from penstock.protocol import AttachValues
+from penstock.protocol import AttachValues, LeaseColumns, Send
 from penstock.runs import RecordedRun, rerun
 from tests.support.engines import DirectEngine
 from tests.support.groups import named_group
@@ -214,14 +218,18 @@ def test_a_snapshot_in_which_every_waiting_group_is_leased() -> None:
     assert not leases.open
 
 
-def test_a_group_gets_its_time_again_after_three_restarts_and_not_for_ever(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_group_gets_its_time_again_after_three_restarts_and_not_for_ever(tmp_path: Path, others: int) -> None:
+    """Also behind groups of a version that did not note the epoch of the put."""
     deadline_s = 0.5
     settings = PlaneSettings(
         packing=Packing(ranks=1, seq_len=64), target=Target(groups=1), needs=("rewards",), needs_deadline_s=deadline_s
     )
     engine = DirectEngine(settings, SqliteLog(tmp_path))
     samples = [sample.replace(rewards=None, advantages=None) for sample in named_group("g")]
-    assert engine.put("g", "g", encode(samples)) is None and not engine.flush()[0].error
+    for name in [*(f"other {i}" for i in range(others)), "g"]:
+        frame = encode([sample.replace(id=f"{name}/{i}", group=name) for i, sample in enumerate(samples)])
+        assert engine.put(name, name, frame) is None and not engine.flush()[0].error
     put = time.time()
     while time.time() < put + deadline_s:
         time.sleep(0.05)
@@ -231,11 +239,46 @@ def test_a_group_gets_its_time_again_after_three_restarts_and_not_for_ever(tmp_p
         engine = DirectEngine(settings, SqliteLog(tmp_path))
         engine.late.tick(100.0)
         engine.late.tick(100.0 + 0.9 * deadline_s)
-        assert engine.ledger.waiting == len(samples)
+        assert engine.ledger.waiting == len(samples) * (1 + others)
     engine.close()
     engine.log.close()
     engine = DirectEngine(settings, SqliteLog(tmp_path))
+    for group in list(engine.state.late.waiting.values())[:others]:
+        group.awaited = msgspec.structs.replace(group.awaited, epoch=0, at=0.0)
     engine.late.tick(100.0)
-    assert dict(engine.ledger.dropped) == {"columns missing": len(samples)}
+    assert dict(engine.ledger.dropped) == {"columns missing": len(samples) * (1 + others)}
+    engine.close()
+    engine.log.close()
+
+
+def turn_s(engine: DirectEngine, backlog: int) -> float:
+    """Processor time of 20 turns in which a judge waits for a column that no group lacks: the least of several."""
+    free = engine.state.late.free
+    free["rewards"] = OrderedDict.fromkeys(range(1, backlog + 1))
+    sent: list[Send] = []
+    unused: Any = None
+    judges = ColumnLeases(engine, Leases(engine.recorder), unused, unused, sent.append, unused)
+    wanted = LeaseColumns(ticket=1, worker="w", column="teacher_logprobs", groups=8, lease_s=30.0, direct=True)
+    judges.on_message("judge", wanted, now=0.0)
+    took = []
+    for _ in range(5):
+        began = time.process_time()
+        for _ in range(20):
+            judges.turn(now=0.0)
+        took.append(time.process_time() - began)
+    assert not sent
+    return min(took)
+
+
+def test_a_judge_that_waits_does_not_pay_for_the_groups_that_lack_another_column(tmp_path: Path) -> None:
+    settings = PlaneSettings(
+        packing=Packing(ranks=1, seq_len=64),
+        target=Target(groups=1),
+        needs=("rewards", *TOKENS),
+        needs_deadline_s=60.0,
+    )
+    engine = DirectEngine(settings, SqliteLog(tmp_path))
+    assert turn_s(engine, 100_000) < 2 * turn_s(engine, 10) + 0.001
+    engine.state.late.free.clear()
     engine.close()
     engine.log.close()

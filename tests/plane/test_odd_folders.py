@@ -54,6 +54,11 @@ def test_an_odd_folder_is_our_error(tmp_path: Path, kind: str) -> None:
         ODD[kind](tmp_path)
 
 
+def test_a_folder_in_the_place_of_the_log_is_named_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"log\.sqlite: a folder, and the log is a file; move it away"):
+        use(with_folder(tmp_path, "log.sqlite"))
+
+
 def test_what_was_in_the_way_can_be_moved_away(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"storage.*a file is where a folder should be"):
         use(with_file(tmp_path, "storage"))

@@ -77,6 +77,9 @@ def test_what_is_truncated_or_dropped_is_counted_wherever_samples_are(
     assert status == 201 and answer["over_length"] == counted
     assert _accepted(samples, encoded, plane.deliver(encoded, timeout=0))[1] == 200
     assert plane.status()["ledger"]["over_length"] == counted == dict(plane.counts.over_length)
+    (warned,) = [record.getMessage() for record in caplog.records if record.name == "penstock.producer"]
+    words = {"truncate": "1 sample truncated by 84 tokens", "drop": "1 sample of 100 tokens dropped"}
+    assert f"; so far: {words[over_length]}; generate fewer tokens" in warned
     action = over_length.removesuffix("e").removesuffix("p")
     metrics = [line for line in render(plane.status() | {"uptime_s": 1.0}).splitlines() if "over_length" in line]
     assert any(f'tokens_total{{action="{action}' in line and line.endswith(("84.0", "100.0")) for line in metrics)

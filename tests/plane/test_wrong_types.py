@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import penstock as ps
@@ -42,16 +43,47 @@ CALLS: list[tuple[str, Callable[[Any], Any]]] = [
     ("resume_step: '3'; must be one above", lambda plane: plane.source(0, resume_step="3")),
     ("resume_step: 2.5; must be one above", lambda plane: plane.source(0, resume_step=2.5)),
     ("tasks: batch: None; give 1 to", lambda plane: plane.tasks([], batch=None)),
+    ("timeout: 'x'; give seconds", lambda plane: plane.put(named_group("a"), timeout="x")),
+    ("timeout: nan; give seconds", lambda plane: plane.put(named_group("a"), timeout=float("nan"))),
+    ("timeout: True; give seconds", lambda plane: plane.put_many([named_group("a")], timeout=True)),
+    ("timeout: 'x'; give seconds", lambda plane: asyncio.run(plane.aput(named_group("a"), timeout="x"))),
+    ("timeout: 'x'; give seconds", lambda plane: asyncio.run(plane.aput_many([named_group("a")], timeout="x"))),
+    ("timeout: 'x'; give seconds", lambda plane: plane.group("p", timeout="x")),
+    ("timeout: 'x'; give seconds", lambda plane: next(plane.lacking("rewards", timeout="x"))),
+    ("timeout: 'x'; give seconds", lambda plane: plane.source(0).step(timeout="x")),
+    ("timeout: 'x'; give seconds", lambda plane: plane.source(0).flush(timeout="x")),
+    ("discard: rewards: 3; give a list of numbers", lambda plane: plane.discard("why", 1, rewards=3)),
+    ("discard: rewards: '12'; give a list of numbers", lambda plane: plane.discard("why", 1, rewards="12")),
+    ("discard: rewards: [[]]; give a list of numbers", lambda plane: plane.discard("why", 1, rewards=[[]])),
+    ("discard: lengths: 3; give a list of numbers", lambda plane: plane.discard("why", 1, lengths=3)),
+    ("discard: lengths: ['x']; give a list of numbers", lambda plane: plane.discard("why", 1, lengths=["x"])),
+    ("discard: lengths: [inf]; give a list of numbers", lambda plane: plane.discard("why", 1, lengths=[float("inf")])),
+    ("group of 'p': filters: 3; give a list", lambda plane: plane.group("p", filters=3)),
+    ("group of 'p': filters: 'x'; give a list", lambda plane: plane.agroup("p", filters="x")),
+    ("prompts: 3; give a list of prompts, or a file", lambda plane: next(iter(plane.tasks(3)))),
+    ("xxx' is no file", lambda plane: next(iter(plane.tasks("x" * 10**6)))),
+    ("tasks: again: None; pass a list of reasons", lambda plane: plane.tasks(["a"], again=None)),
 ]
 
 
-@pytest.mark.parametrize(("words", "call"), CALLS, ids=[words for words, _ in CALLS])
+@pytest.mark.parametrize(("words", "call"), CALLS, ids=[words[:60] for words, _ in CALLS])
 def test_a_value_of_a_wrong_type_is_named(open_plane: OpenPlane, words: str, call: Callable[[ps.Plane], Any]) -> None:
     plane = open_plane(ranks=2)
     with pytest.raises(InvalidInput) as caught:
         call(plane)
     assert words in str(caught.value)
+    assert len(str(caught.value)) < 400
     assert plane.status()["counts"]["messages_corrupt"] == 0
+
+
+@pytest.mark.parametrize("timeout", [2**70, float("inf"), np.float32(60), np.int64(60)])
+def test_a_timeout_may_be_any_number(open_plane: OpenPlane, timeout: Any) -> None:
+    plane = open_plane(ranks=1, groups_per_step=1)
+    assert plane.put(named_group("a"), timeout=timeout)
+    source = plane.source(0)
+    source.commit(source.step(timeout=timeout))
+    source.flush(timeout)
+    source.close()
 
 
 def test_a_priority_may_be_a_large_whole_number(open_plane: OpenPlane) -> None:

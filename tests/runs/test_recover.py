@@ -649,7 +649,7 @@ def test_frames_that_a_plane_would_not_take_are_named_and_the_others_recovered(
     recover(folder)
     out = capsys.readouterr().out
     assert "holds a sample of group 'y'" in out
-    assert "group 'a': the log has it with another frame" in out
+    assert "group 'a': the log has it with other samples" in out
     assert sorted(trained_of(folder)) == ["a", "b"]
 
 

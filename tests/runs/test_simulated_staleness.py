@@ -84,3 +84,28 @@ def test_figures_out_of_range_are_refused(capsys: pytest.CaptureFixture[str]) ->
         lognormal_workload(10, 8, median=600, sigma=9, seed=0)
     with pytest.raises(InvalidInput, match="not one of drop"):
         simulate_staleness("dorp", WORKLOAD)
+
+
+def test_a_run_that_has_few_or_none_of_its_groups_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "staleness", "--steps", "5", "--groups", "2", "--policy", "pace", "--from"]
+    engine = open_engine(tmp_path, retain_steps=1)
+    end(engine)
+    assert main([*words, str(tmp_path)]) == 1
+    assert "no group was put yet" in capsys.readouterr().err
+    engine = open_engine(tmp_path, retain_steps=1)
+    put_to(engine, *(f"g{i}" for i in range(6)))
+    step(engine, 1)
+    step(engine, 2)
+    end(engine)
+    assert main([*words, str(tmp_path)]) == 0
+    kept = len(recorded_workload(tmp_path))
+    assert f"{kept} groups of {tmp_path}; {6 - kept} others are freed" in capsys.readouterr().err
+    assert kept < 6
+
+
+@pytest.mark.parametrize("flag", ["--median=700", "--seed=0", "--samples=4", "--lengths=lognormal"])
+def test_flags_of_a_made_up_workload_are_refused_for_a_recorded_one(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "staleness", "--from", "run", flag]) == 1
+    assert f"{flag.partition('=')[0]} makes up a workload" in capsys.readouterr().err

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import penstock as ps
@@ -55,6 +57,82 @@ def test_tokens_of_kept_steps_are_shown(folder: Path) -> None:
     assert {row["rank"] for row in step["samples"]} == {0, 1}
     assert step["summary"]["loss_tokens"] == 12
     assert library.sample("run", "", 6, 0)["record"]
+
+
+def taken(plane: ps.Plane, *, version: int | None = None) -> dict[str, dict[str, list[Any]]]:
+    """Train a step of one rank. Returns what the rank got: sample -> column -> values."""
+    found = {}
+    with plane.source(0) as source:
+        step = source.step(timeout=60)
+        for batch in step:
+            ends = np.cumsum(batch.sequence_lengths)
+            for name, first, end in zip(batch.segments.ids, [0, *ends], ends, strict=False):
+                found[name] = {column: values[first:end].tolist() for column, values in batch.columns.items()}
+        source.commit(step, policy_version=version)
+        source.flush(60)
+    return found
+
+
+def assert_shown(folder: Path, step: int, got: dict[str, dict[str, list[Any]]]) -> None:
+    """Compare what the viewer shows of a step with what its rank got."""
+    library = Library(exports={"run": Export(folder)})
+    shown = library.step("run", "", step)
+    assert {row["sample_id"] for row in shown["samples"]} == got.keys()
+    for at in range(len(got)):
+        record = json.loads(bytes(library.sample("run", "", step, at)["record"]))
+        columns = got[record["sample_id"]]
+        assert record["token_ids"] == columns["token_ids"]
+        assert record["loss_mask"] == columns["loss_mask"]
+    assert shown["summary"]["loss_tokens"] == sum(sum(columns["loss_mask"]) for columns in got.values())
+
+
+def test_samples_that_got_an_error_as_late_reward_are_in_no_step(tmp_path: Path) -> None:
+    late = {"needs": ("rewards",), "needs_deadline_s": 600.0, "groups_per_step": 1, "ranks": 1}
+    with ps.open(tmp_path, **{**SETTINGS, **late}) as plane:
+        with plane.group("p", id="g", advantage="grpo") as group:
+            for _ in range(3):
+                group.add(ps.Trajectory(turns=[ps.Turn([1, 2]), ps.Turn([3, 4, 5], logprobs=[-0.1, -0.2, -0.3])]))
+        plane.attach("rewards", {"g": {"g/0": 1.0, "g/2": 0.0}}, errors={"g": {"g/1": "timed out"}})
+        got = taken(plane)
+    assert got.keys() == {"g/0", "g/2"}
+    assert_shown(tmp_path, 1, got)
+
+
+@pytest.mark.parametrize("over_length", ["truncate", "drop"])
+def test_samples_that_were_too_long_are_shown_as_trained(tmp_path: Path, over_length: str) -> None:
+    more = {"groups_per_step": 1, "ranks": 1, "over_length": over_length}
+    with ps.open(tmp_path, **{**SETTINGS, **more}) as plane:
+        with plane.group("p", id="g") as group:
+            for reward, count in enumerate((3, 20)):
+                answer = ps.Turn(range(count), logprobs=[-0.5] * count)
+                group.add(ps.Trajectory(turns=[ps.Turn([1, 2]), answer], reward=float(reward)))
+        got = taken(plane)
+    assert sorted(len(columns["token_ids"]) for columns in got.values()) == (
+        [5, 16] if over_length == "truncate" else [5]
+    )
+    assert_shown(tmp_path, 1, got)
+
+
+def test_tokens_that_were_too_old_are_shown_as_not_trained(tmp_path: Path) -> None:
+    with ps.open(
+        tmp_path,
+        **{**SETTINGS, "groups_per_step": 1, "ranks": 1, "max_token_staleness": 1, "untrained_groups": "accept"},
+    ) as plane:
+        mixed = ps.Sample(
+            id="mixed",
+            group="old",
+            token_ids=[1, 2, 3, 4],
+            loss_mask=[False, True, True, True],
+            weight_versions=[0, 0, 1, 2],
+        )
+        whole = ps.Sample(id="whole", group="old", token_ids=[1, 2], loss_mask=[False, True], policy_version=0)
+        new = ps.Sample(id="new", group="new", token_ids=[1, 2], loss_mask=[False, True], policy_version=2)
+        plane.put([new])
+        plane.put([mixed, whole])
+        taken(plane, version=2)
+        got = taken(plane)
+    assert [sum(got[name]["loss_mask"]) for name in ("mixed", "whole")] == [2, 0]
+    assert_shown(tmp_path, 2, got)
 
 
 def test_curves_have_every_step_for_good(folder: Path) -> None:

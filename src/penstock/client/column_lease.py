@@ -23,7 +23,7 @@ from penstock.client.direct import Direct, reachable
 from penstock.client.producer_connection import ProducerConnection, error_of
 from penstock.errors import CorruptFrame, InvalidInput, StorageError, UnknownKey
 from penstock.frames import ANY_SIZE, decode
-from penstock.protocol import MAX_NAME, Attached, ColumnsLeased, Frames, LeaseColumns, Rejected, StepPicks
+from penstock.protocol import MAX_NAME, Attached, ColumnsLeased, Frames, LeaseColumns, Rejected, StepPicks, seconds_of
 
 if TYPE_CHECKING:
     from penstock.storage import KeptStorage
@@ -167,6 +167,8 @@ class _Worker:
     def __init__(self, connection: ProducerConnection, asked: LeaseRequest) -> None:
         self._connection, self._asked = connection, asked
         self._storage: KeptStorage | None = None
+        self._has_failed = False
+        """Whether the last read failed."""
         self._name = f"{platform.node()}:{os.getpid()}"[:MAX_NAME]
 
     def reach(self, attached: Attached) -> None:
@@ -182,7 +184,8 @@ class _Worker:
 
     def next(self) -> Conversation[tuple[ColumnsLeased, list[Sample]] | None]:
         """Return the next leases with their samples, or None after `timeout` seconds without any."""
-        until = None if self._asked.timeout is None else time.monotonic() + self._asked.timeout
+        timeout = seconds_of(self._asked.timeout)
+        until = None if timeout is None else time.monotonic() + timeout
         while True:
             answer = yield from self._connection.ask(self._question)
             if isinstance(answer, Rejected):
@@ -199,13 +202,17 @@ class _Worker:
                     _abandon(self._connection, answer.leases, str(error)[:200])
                     yield from self._failed(error)
                     continue
+                self._has_failed = False
                 return answer, samples
             if until is not None and time.monotonic() >= until:
                 return None
 
     def _failed(self, error: Exception) -> Conversation[None]:
         logger.warning("lacking %s: %s; others may be able to read it", self._asked.column, error)
-        self._storage = None  # the plane may see what this process does not
+        if self._has_failed:  # the plane may see what this process does not
+            self._storage = None
+        # Once is no sign of that: a worker with another column may have given the group a new frame meanwhile.
+        self._has_failed = True
         yield Pause(_AGAIN_S)
 
     def _question(self, ticket: int) -> LeaseColumns:

@@ -32,7 +32,7 @@ from penstock.errors import (
     PutManyError,
     StorageError,
 )
-from penstock.protocol import Accepted, PutRequest, Rejected
+from penstock.protocol import Accepted, PutRequest, Rejected, seconds_of
 
 G = TypeVar("G")
 Outcome: TypeAlias = Accepted | PenstockError | Lost
@@ -61,6 +61,7 @@ class Deliveries:
 
         A group that must be repeated comes after the others: its segment was sealed meanwhile, or storage failed.
         """
+        timeout = seconds_of(timeout)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         found: dict[int, Outcome] = {}
         todo, inline = list(range(len(groups))), frozenset[int]()
@@ -193,6 +194,7 @@ class ManyPuts(Generic[G]):
         self, deliveries: Deliveries, limits: AsyncPuts, timeout: float | None, *, evaluation: bool
     ) -> Conversation[list[bool]]:
         """Put all groups. Raises PutManyError if some are not known to be accepted."""
+        timeout = seconds_of(timeout)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         is_lost = False
         while not is_lost and self._pull(1):

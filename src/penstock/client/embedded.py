@@ -26,27 +26,27 @@ _TARGETS = ("groups_per_step", "samples_per_step", "tokens_per_step")
 def open_embedded(address: str, given: dict[str, Any]) -> Plane:
     """Open a plane from keyword arguments. Needs `ranks`, `seq_len` and a setting for when a step is full."""
     check_known(address, given)
-    tables = nested(PlaneSettings, given, address)
+    where = address.removesuffix(":")  # "memory:"
+    tables = nested(PlaneSettings, given, where)
     missing = [name for name in ("ranks", "seq_len") if name not in given]
     if missing:
-        raise ConfigError(
-            f"{address}: {' and '.join(missing)}: missing; a plane in this process needs ranks and seq_len"
-        )
+        raise ConfigError(f"{where}: {' and '.join(missing)}: missing; a plane in this process needs ranks and seq_len")
     if not any(name in given for name in _TARGETS):
-        raise ConfigError(f"{address}: when a step is full: missing; give one of {', '.join(_TARGETS)}")
+        raise ConfigError(f"{where}: when a step is full: missing; give one of {', '.join(_TARGETS)}")
     return open_settings(address, build(PlaneSettings, tables))
 
 
 def check_known(address: str, given: Mapping[str, Any]) -> None:
     """Reject settings of server processes, and unknown names."""
+    where = address.removesuffix(":")
     of_planes = {keyword.name for keyword in keywords_of(PlaneSettings)}
     theirs = {keyword.name for keyword in keywords_of(ClusterSettings)} - of_planes
     if wrong := [name for name in given if name in theirs]:
         raise ConfigError(
-            f"{address}: {', '.join(wrong)}: a setting of `penstock serve` and of ray:// planes, not of a plane in "
+            f"{where}: {', '.join(wrong)}: a setting of `penstock serve` and of ray:// planes, not of a plane in "
             "this process or a connection to one; leave it out"
         )
-    nested(PlaneSettings, given, address)
+    nested(PlaneSettings, given, where)
 
 
 def open_settings(where: str, settings: PlaneSettings) -> Plane:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any, TypeVar
 
 from penstock.arrays import check_count
 from penstock.client.conversations import Conversation
@@ -12,6 +14,7 @@ from penstock.client.producer_connection import ProducerConnection, error_of
 from penstock.errors import InvalidInput
 from penstock.protocol import MAX_PAGE, MAX_SHOWN, AskFeedback, Discard, Feedback, FeedbackEvent, Rejected
 
+T = TypeVar("T")
 _WAIT_S = 5.0
 """How long a question waits at the plane for an event, at most. Then it is asked again, which shows that both live."""
 
@@ -68,7 +71,7 @@ def discard_message(
     lengths: Iterable[int],
 ) -> Discard:
     """Return the message that counts filtered samples. Its ticket is to be set."""
-    scored = [None if reward is None or reward != reward else float(reward) for reward in islice(rewards, MAX_SHOWN)]
+    scored = _shown("rewards", rewards, lambda one: None if one is None or one != one else float(one))
     return Discard(
         ticket=0,
         reason=reason,
@@ -79,5 +82,13 @@ def discard_message(
         env=env,
         tenant=tenant,
         rewards=tuple(scored) if any(reward is not None for reward in scored) else (),
-        lengths=tuple(int(length) for length in islice(lengths, MAX_SHOWN)),
+        lengths=tuple(_shown("lengths", lengths, int)),
     )
+
+
+def _shown(name: str, values: Iterable[Any], convert: Callable[[Any], T]) -> list[T]:
+    """Return the first of some numbers. Raises InvalidInput unless they are a list of numbers."""
+    with suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(values, str):
+            return [convert(value) for value in islice(values, MAX_SHOWN)]
+    raise InvalidInput(f"discard: {name}: {values!r:.60}; give a list of numbers")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -13,6 +13,7 @@ from penstock.client.encoded_group import check_evaluation
 from penstock.convert import Advantage, Filter, Group, make_group, unique_id
 from penstock.errors import InvalidInput
 from penstock.notebook import html_table
+from penstock.protocol import seconds_of
 
 if TYPE_CHECKING:
     from penstock.client.plane import Plane
@@ -139,7 +140,7 @@ def builder_fields(
     given: str | None,
     policy_version: int | None,
     advantage: Advantage | str | None,
-    filters: tuple[Filter | str, ...],
+    filters: Iterable[Filter | str],
     evaluation: bool,
     priority: float,
     timeout: float | None,
@@ -148,18 +149,19 @@ def builder_fields(
     if not isinstance(prompt, str):
         raise InvalidInput(f"group: prompt: {prompt!r}; give the prompt's name, as text")
     check_evaluation(evaluation)
-    if evaluation and filters:
-        raise InvalidInput(
-            f"group of {prompt!r}: {len(filters)} filters; leave them out, evaluation keeps all rollouts"
-        )
+    if isinstance(filters, str) or not isinstance(filters, Iterable):
+        raise InvalidInput(f"group of {prompt!r:.80}: filters: {filters!r:.60}; give a list of names or functions")
+    chosen = tuple(filters)
+    if evaluation and chosen:
+        raise InvalidInput(f"group of {prompt!r}: {len(chosen)} filters; leave them out, evaluation keeps all rollouts")
     return {
         "plane": plane,
         "prompt": prompt,
         "id": unique_id(prompt) if given is None else given,
         "policy_version": policy_version,
         "advantage": None if evaluation else advantage,
-        "filters": filters,
+        "filters": chosen,
         "evaluation": evaluation,
         "priority": priority,
-        "timeout": timeout,
+        "timeout": seconds_of(timeout),
     }

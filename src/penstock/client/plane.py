@@ -61,6 +61,7 @@ from penstock.protocol import (
     Timeouts,
     check_decision,
     check_message,
+    seconds_of,
 )
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class Plane:
         name.
         """
         return GroupBuilder(
-            **builder_fields(self, prompt, id, policy_version, advantage, tuple(filters), evaluation, priority, timeout)
+            **builder_fields(self, prompt, id, policy_version, advantage, filters, evaluation, priority, timeout)
         )
 
     def agroup(
@@ -161,7 +162,7 @@ class Plane:
     ) -> AsyncGroupBuilder:
         """`group` for asyncio: `async with plane.agroup("prompt-1") as group`."""
         return AsyncGroupBuilder(
-            **builder_fields(self, prompt, id, policy_version, advantage, tuple(filters), evaluation, priority, timeout)
+            **builder_fields(self, prompt, id, policy_version, advantage, filters, evaluation, priority, timeout)
         )
 
     def put(
@@ -268,6 +269,7 @@ class Plane:
         self, group: object, encode: Callable[[], EncodedGroup], timeout: float | None, *, evaluation: bool
     ) -> bool:
         """Hold one of a tenant's places while a group is encoded and put."""
+        timeout = seconds_of(timeout)
         began = time.monotonic()
         await self._alearn_tables()
         run = waits_with(group, by_env=self._connection.session.by_env)
@@ -339,6 +341,8 @@ class Plane:
 
         if isinstance(again, str):
             raise InvalidInput(f"tasks: again: {again!r:.80} is one reason; pass a list: again=[{again!r:.80}]")
+        if not isinstance(again, Iterable):
+            raise InvalidInput(f"tasks: again: {again!r:.80}; pass a list of reasons, or [] for none")
         settings = TaskSettings(
             name=name,
             epochs=epochs,

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Prompt: TypeAlias = str | Mapping[str, Any]
 """A name, or an object with a `name` and whatever a worker needs."""
+_MAX_SHOWN = 200
+"""Characters of a path in an error."""
 _ENCODE = msgspec.json.Encoder(order="deterministic")
 
 
@@ -28,6 +30,8 @@ def read_prompts(prompts: str | os.PathLike[str] | Iterable[Prompt]) -> list[tup
     >>> read_prompts(["a", {"name": "b", "question": "1 + 1?"}])
     [('a', b''), ('b', b'{"name":"b","question":"1 + 1?"}')]
     """
+    if not isinstance(prompts, (str, os.PathLike, Iterable)):
+        raise InvalidInput(f"prompts: {prompts!r:.60}; give a list of prompts, or a file with one in each line")
     items = _lines(Path(prompts)) if isinstance(prompts, (str, os.PathLike)) else enumerate(prompts)
     found: dict[str, bytes] = {}
     places: dict[str, object] = {}
@@ -76,8 +80,13 @@ def _holds_nan(value: object) -> bool:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, object]]:
-    if not path.is_file():
-        raise InvalidInput(f"prompts: {str(path)!r} is no file; give a file of JSON lines, or a list of names")
+    try:
+        is_file = path.is_file()
+    except OSError:  # no file has such a name
+        is_file = False
+    if not is_file:
+        shown = str(path) if len(str(path)) <= _MAX_SHOWN else f"...{str(path)[-_MAX_SHOWN:]}"
+        raise InvalidInput(f"prompts: {shown!r} is no file; give a file of JSON lines, or a list of names")
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():

@@ -7,7 +7,7 @@ import threading
 from collections import Counter, deque
 
 from penstock.convert import RETOKENIZED, Group
-from penstock.protocol import OVER_LENGTH
+from penstock.protocol import OVER_LENGTH, over_length_text
 
 logger = logging.getLogger("penstock.producer")
 
@@ -72,7 +72,7 @@ class PutCounts:
                 "group %r has samples longer than the plane's seq_len; so far: %s; generate fewer tokens, or "
                 "raise seq_len",
                 group,
-                ", ".join(f"{self.over_length[name]} {name.replace('_', ' ')}" for name in OVER_LENGTH),
+                over_length_text(self.over_length),
             )
 
     def _num_shortened(self) -> int:

@@ -27,7 +27,7 @@ from penstock.errors import Away, Closed, CorruptFrame, InvalidInput, StepAborte
 from penstock.frames import ANY_SIZE, attach_late, decode, late_digests
 from penstock.notebook import html_table
 from penstock.packing import BlockPool, MicroBatch, RankPlan, StepOfRank, fill
-from penstock.protocol import Arrived, Failed, Frames, FromPlane, Out, Ready, Released, StepDone, StepPicks
+from penstock.protocol import Arrived, Failed, Frames, FromPlane, Out, Ready, Released, StepDone, StepPicks, seconds_of
 from penstock.protocol.rank_session import Event
 from penstock.transport import ClientTransport
 
@@ -167,6 +167,7 @@ class Source:
 
     def _await_step(self, timeout: float | None) -> None:
         """Wait until the next step is released. Raises the reason if that cannot happen, or not in time."""
+        timeout = seconds_of(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         fresh = _FRESH_S if timeout is None else min(_FRESH_S, timeout / 2)
         while not self._is_over and (deadline is None or time.monotonic() < deadline - fresh):
@@ -251,13 +252,14 @@ class Source:
         """What the plane waits for, as it reports it."""
         return self._session.waiting_for
 
-    def flush(self, timeout: float = 30.0) -> None:
+    def flush(self, timeout: float | None = 30.0) -> None:
         """Wait until the plane has confirmed every commit. All ranks must have committed."""
         self._loop.check_process()
+        timeout = seconds_of(timeout)
         with self._lock:
             done = self._changed.wait_for(lambda: not self._session.uncommitted or self._error is not None, timeout)
             self._raise_error()
-            if not done:
+            if not done and timeout is not None:
                 raise WaitTimeout(
                     f"rank {self.rank}: commits of steps {self._session.uncommitted}: not confirmed after "
                     f"{timeout:g} s; waited for: the other ranks to commit them too"

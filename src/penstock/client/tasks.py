@@ -140,7 +140,7 @@ class Task:
 
         An exception in the block, or filters that leave nothing, end this attempt: with a reason in `again` the prompt
         is leased again. If another worker was faster, the put is counted and not kept; `is_late` tells."""
-        return TaskGroup(self, self._fields(policy_version, advantage, tuple(filters), priority, timeout))
+        return TaskGroup(self, self._fields(policy_version, advantage, filters, priority, timeout))
 
     def agroup(
         self,
@@ -152,13 +152,13 @@ class Task:
         timeout: float | None = None,
     ) -> AsyncTaskGroup:
         """`group` for asyncio: `async with task.agroup() as group`."""
-        return AsyncTaskGroup(self, self._fields(policy_version, advantage, tuple(filters), priority, timeout))
+        return AsyncTaskGroup(self, self._fields(policy_version, advantage, filters, priority, timeout))
 
     def _fields(
         self,
         version: int | None,
         advantage: Advantage | str | None,
-        filters: tuple[Filter | str, ...],
+        filters: Iterable[Filter | str],
         priority: float,
         timeout: float | None,
     ) -> dict[str, Any]:

@@ -30,7 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not args.folder.is_dir():
         raise InvalidInput(f"{args.folder}: not a folder; give the folder of an asset store")
-    store = AssetStore(store_folder(args.folder))
+    folder = store_folder(args.folder)
+    if folder == args.folder and not _is_store(folder) and not _is_run(folder):
+        raise InvalidInput(f"{folder}: no asset store and no run in it; give the folder of one of them")
+    store = AssetStore(folder)
     if args.action == "list":
         return _list(store, as_json=args.json)
     if args.action == "verify":
@@ -43,8 +46,18 @@ def run(args: argparse.Namespace) -> int:
 
 def store_folder(folder: Path) -> Path:
     """Return the folder of an asset store, given its own or that of its run."""
-    is_store = any((folder / name).is_dir() for name in ("images", "claims", "pending"))
-    return folder if is_store or not (folder / "assets").is_dir() else folder / "assets"
+    return folder if _is_store(folder) or not (folder / "assets").is_dir() else folder / "assets"
+
+
+def _is_store(folder: Path) -> bool:
+    return any((folder / name).is_dir() for name in ("images", "claims", "pending"))
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether a run is in a folder, which may have no images."""
+    from penstock.log import is_run
+
+    return is_run(folder) or is_run(folder / "plane")
 
 
 def _list(store: AssetStore, *, as_json: bool) -> int:

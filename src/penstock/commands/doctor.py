@@ -4,6 +4,7 @@
   penstock doctor runs             also measure how fast the disk under that folder makes writes durable
   penstock doctor runs/demo        also check that the run there can be read and its ledger balances
   penstock doctor tcp://127.0.0.1:7440     also check that the plane there answers
+  penstock doctor --imports        also import every package of the extras, in a process of its own: takes a while
   penstock doctor --json           the same for programs
 
 Changes nothing: files and sockets that a check needs are removed again.
@@ -28,6 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -43,7 +45,7 @@ from penstock.version import __version__
 Verdict = Literal["ok", "warning", "failure"]
 _NEEDED = ("numpy", "msgspec", "pyzmq", "zstandard", "xxhash")
 _SYNCS = 30
-_WIDTH = 100
+_WIDTH, _NAME_WIDTH = 100, len("open files")
 _MARKS = {"ok": "ok   ", "warning": "note ", "failure": "FAIL "}
 _TRY_IMPORTS = """
 import importlib, sys
@@ -74,53 +76,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "where", metavar="FOLDER|RUN", nargs="?", default="", help=f"where runs are kept, or {RUN_HELP}"
     )
     parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
+    parser.add_argument("--imports", action="store_true", help="import the packages of the extras: are they intact?")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    findings = [*examine(Path() if "://" in args.where else Path(args.where)), *examine_run(args.where, args.keys)]
+    folder, findings = Path() if "://" in args.where else Path(args.where), list[Finding]()
+    for finding in chain(examine(folder, imports=args.imports), examine_run(args.where, args.keys)):
+        findings.append(finding)
+        if not args.json:
+            print(_line(finding), flush=True)
     healthy = all(finding.verdict != "failure" for finding in findings)
     if args.json:
         print(json.dumps({"healthy": healthy, "findings": [asdict(finding) for finding in findings]}, indent=1))
     else:
-        print(_text(findings, healthy=healthy))
+        works = "Everything essential works."
+        print(f"\n{works if healthy else 'Something essential does not work: see the lines marked FAIL.'}")
     return 0 if healthy else 1
 
 
-def _text(findings: list[Finding], *, healthy: bool) -> str:
-    width = max(len(finding.name) for finding in findings)
-    lines = [_wrapped(f"{_MARKS[f.verdict]} {f.name.ljust(width)}  ", f.text) for f in findings]
-    end = "Everything essential works." if healthy else "Something essential does not work: see the lines marked FAIL."
-    return "\n".join([*lines, "", end])
-
-
-def _wrapped(start: str, text: str) -> str:
-    lines = textwrap.wrap(text, _WIDTH - len(start), break_long_words=False, break_on_hyphens=False)
+def _line(finding: Finding) -> str:
+    start = f"{_MARKS[finding.verdict]} {finding.name.ljust(_NAME_WIDTH)}  "
+    lines = textwrap.wrap(finding.text, _WIDTH - len(start), break_long_words=False, break_on_hyphens=False)
     return start + f"\n{' ' * len(start)}".join(lines)
 
 
 # ------------------------------------------------------------------ this machine
 
 
-def examine(folder: Path) -> list[Finding]:
+def examine(folder: Path, *, imports: bool = False) -> Iterator[Finding]:
     """Run all checks in order. A check that raises becomes a failed finding."""
     checks: list[Callable[[], Iterator[Finding]]] = [
         _versions,
         _sqlite,
-        _extras,
+        _import_extras if imports else _extras,
         _loopback,
         _curve,
         lambda: _disk(folder),
         _limits,
     ]
-    found: list[Finding] = []
     for check in checks:
         try:
-            found += check()
+            yield from check()
         except Exception as error:  # noqa: BLE001 - report the unexpected and go on
             name = getattr(check, "__name__", "check").strip("_<>") or "check"
-            found.append(Finding(name=name, verdict="failure", text=f"{type(error).__name__}: {error}"))
-    return found
+            yield Finding(name=name, verdict="failure", text=f"{type(error).__name__}: {error}")
 
 
 def _versions() -> Iterator[Finding]:
@@ -151,14 +151,25 @@ def _sqlite() -> Iterator[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
+    there = [name for name, extra in EXTRAS.items() if extra.installed]
+    text = f"installed: {', '.join(there) or 'none'}; --imports tries to import them"
+    yield Finding(name="extras", verdict="ok", text=text)
+    yield from _absent()
+
+
+def _absent() -> Iterator[Finding]:
+    absent = [f"{name} ({extra.purpose})" for name, extra in EXTRAS.items() if not extra.installed]
+    if absent:
+        text = f"not installed: {', '.join(absent)}; {install('NAME')} adds one"
+        yield Finding(name="extras", verdict="ok", text=text)
+
+
+def _import_extras() -> Iterator[Finding]:
     there = {name: extra for name, extra in EXTRAS.items() if extra.installed}
     broken = import_failures({module for extra in there.values() for module in extra.modules})
     works = [name for name, extra in there.items() if broken.keys().isdisjoint(extra.modules)]
     yield Finding(name="extras", verdict="ok", text=f"imported: {', '.join(works) or 'none'}")
-    absent = [f"{name} ({extra.purpose})" for name, extra in EXTRAS.items() if name not in there]
-    if absent:
-        text = f"not installed: {', '.join(absent)}; {install('NAME')} adds one"
-        yield Finding(name="extras", verdict="ok", text=text)
+    yield from _absent()
     for name, extra in there.items():
         for module in broken.keys() & set(extra.modules):
             text = f"{name}: installed, but {module} cannot be imported: {broken[module]}; {install(name)} again"

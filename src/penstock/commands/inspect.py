@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.arrays import known
-from penstock.commands.tables import aligned, masked_line, over_length_line, reasons_line, size
+from penstock.commands.tables import aligned, masked_line, reasons_line, size
 from penstock.commands.which_run import RUN_HELP, plane_folder
 from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames import NAMES, PREFIX_SIZE, Block, Head, decode, describe, frame_size, raw_frames
 from penstock.plane import Ledger
+from penstock.protocol import over_length_text
 from penstock.server import printable
 
 if TYPE_CHECKING:
@@ -225,8 +226,8 @@ def _run_text(found: dict[str, Any]) -> str:
         f"{found['next_step']}, policy version {found['policy_version']}",
         f"ledger     {Ledger.from_dict(ledger)}",
         f"trained    {ledger['uses']:,} uses of samples",
-        f"discarded  {reasons_line(ledger['discarded'])} (before they were put)",
-        *([f"too long   {over_length_line(ledger['over_length'])}"] if any(ledger["over_length"].values()) else []),
+        f"discarded  {reasons_line(ledger['discarded'])} (before they were put, or when late columns came)",
+        *([f"too long   {over_length_text(ledger['over_length'])}"] if any(ledger["over_length"].values()) else []),
         *([masked_line(ledger["masked"])] if any(ledger["masked"].values()) else []),
         f"groups     {found['num_groups']:,}, {found['num_tokens']:,} tokens; {found['held_groups']:,} held",
         f"bytes      {size(found['frame_bytes'])} of frames kept, {size(found['held_bytes'])} not yet trained; {files}",

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +41,19 @@ COLUMNS = {
     "reward bias": ("reward_bias", "{:+.3f}"),
 }
 """Heading -> (figure, format)."""
+_MADE_UP: dict[str, Any] = {"lengths": "lognormal", "median": 600.0, "sigma": 0.8, "samples": 8, "seed": 0}
+"""Flags of a workload that is made up -> their defaults."""
 _PANELS = {"share discarded": "discarded", "length bias": "length_bias", "trainer idle": "idle"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["staleness"], help="what to simulate")
     parser.add_argument("--from", dest="run_from", metavar="RUN", help=f"lengths and rewards of {RUN_HELP}")
-    parser.add_argument(
-        "--lengths", choices=["lognormal"], default="lognormal", help="lengths to make up without --from"
-    )
-    parser.add_argument("--median", type=float, default=600.0, metavar="TOKENS", help="of these lengths; default 600")
-    parser.add_argument("--sigma", type=float, default=0.8, help="of their logarithm; default 0.8")
-    parser.add_argument("--samples", type=int, default=8, metavar="N", help="samples of a group; default 8")
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths and rewards; default 0")
+    parser.add_argument("--lengths", choices=["lognormal"], help="lengths to make up without --from")
+    parser.add_argument("--median", type=float, metavar="TOKENS", help="of these lengths; default 600")
+    parser.add_argument("--sigma", type=float, help="of their logarithm; default 0.8")
+    parser.add_argument("--samples", type=int, metavar="N", help="samples of a group; default 8")
+    parser.add_argument("--seed", type=int, help="of these lengths, and of the rewards; default 0")
     parser.add_argument("--policy", action="append", choices=POLICIES, help="may be repeated; default all")
     parser.add_argument("--staleness", type=int, default=2, metavar="VERSIONS", help="that a policy allows; default 2")
     parser.add_argument("--window", type=float, default=0.3, help="of the policy window; default 0.3")
@@ -93,6 +94,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    for name, default in _MADE_UP.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+        elif args.run_from is not None:
+            raise InvalidInput(f"--{name} makes up a workload, and --from reads one; leave one of them out")
     bounds = {
         "steps": (1, 100_000), "groups": (1, 65_536), "workers": (1, 65_536), "ranks": (1, 4_096),
         "staleness": (0, 10_000), "samples": (1, 4_096), "train_ratio": (1e-3, 1e3), "window": (0, 1),
@@ -106,7 +112,14 @@ def _check(args: argparse.Namespace) -> None:
 
 def _workload(args: argparse.Namespace) -> Workload:
     if args.run_from is not None:
-        return recorded_workload(plane_folder(args.run_from))
+        found = recorded_workload(plane_folder(args.run_from))
+        if found.freed:
+            print(
+                f"{len(found):,} groups of {args.run_from}; {found.freed:,} others are freed, and those that are left "
+                "may be longer or shorter than they were: record a run with retain='all'",
+                file=sys.stderr,
+            )
+        return found
     # Each policy meets the same prompts in the same order, and none comes twice.
     prompts = 2 * args.steps * args.groups + args.workers
     return lognormal_workload(prompts, args.samples, median=args.median, sigma=args.sigma, seed=args.seed)

@@ -115,6 +115,7 @@ def check_lines(report: Report) -> list[str]:
         ["missing", f"{len(report.missing):,}"],
         ["damaged", f"{len(report.damaged):,}"],
         ["not in the log", "not looked for" if report.fast else f"{report.lost:,} groups"],
+        ["not attached", "not looked for" if report.fast else f"{report.unused:,} frames"],
         ["unregistered", f"{len(report.unregistered):,} of {report.segments:,} segments"],
         ["not needed", f"{size(report.dead_bytes)}, {report.pending_frees:,} deletions pending"],
     ]
@@ -247,6 +248,8 @@ def plan_metadata(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
         "left": plan.left,
         "conflicts": [one.why for one in plan.found.conflicts],
         "unusable": [f"{one.part.name} at {one.offset}: {one.why}" for one in plan.found.unusable],
+        "newer": [row.id for row, _ in plan.newer],
+        "unused": len(plan.found.unused) - len(plan.newer),
         "without_frame": plan.without_frame,
         "step": plan.next_step if args.step is None else args.step,
         "policy_version": plan.newest_version if args.policy_version is None else args.policy_version,
@@ -270,6 +273,12 @@ def plan_lines(plan: Plan, metadata: dict[str, Any]) -> list[str]:
     lines += _some("not accepted", [*metadata["conflicts"], *metadata["unusable"]])
     if plan.ended:
         lines.append(f"{plan.ended:,} groups are left out: according to the damaged log no step needs them.")
+    if plan.newer:
+        lines.append(
+            f"{len(plan.newer):,} groups would get their newest frames: late columns were attached after this copy of "
+            "the log was made."
+        )
+        lines += _some("newest frame", [f"group {row.id!r} at {frame.location}" for row, frame in plan.newer])
     if plan.without_frame:
         lines.append(
             f"{plan.without_frame:,} groups in the log have no frame: it was freed after this copy of the log was "

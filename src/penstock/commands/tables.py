@@ -57,20 +57,6 @@ def reasons_line(counts: dict[str, Any]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count) or "none"
 
 
-def over_length_line(counts: dict[str, int]) -> str:
-    """Say how many samples were truncated or dropped because they were too long.
-
-    >>> over_length_line(dict(truncated_samples=2, truncated_tokens=40, dropped_samples=0, dropped_tokens=0))
-    '2 samples truncated by 40 tokens, 0 samples of 0 tokens dropped'
-    """
-    if not any(counts.values()):
-        return "none"
-    return (
-        f"{counts['truncated_samples']:,} samples truncated by {counts['truncated_tokens']:,} tokens, "
-        f"{counts['dropped_samples']:,} samples of {counts['dropped_tokens']:,} tokens dropped"
-    )
-
-
 def masked_line(counts: dict[str, int]) -> str:
     """Return one line about tokens that were left out of the loss because they were too old.
 

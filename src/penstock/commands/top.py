@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands import tenants
-from penstock.commands.tables import masked_line, over_length_line, reasons_line, size
+from penstock.commands.tables import masked_line, reasons_line, size
 from penstock.commands.which_run import RUN_HELP, asking, is_address, plane_folder
 from penstock.errors import InvalidInput
 from penstock.plane import Ledger
+from penstock.protocol import over_length_text
 from penstock.server import printable
 
 Look = Callable[[], dict[str, Any]]
@@ -126,7 +127,7 @@ def page(now: dict[str, Any], speed: dict[str, float]) -> list[str]:
     if any(now.get("slow", {}).get("counts", {}).values()):
         lines.append(f"slow       {_slow(now['slow'])}")
     if any(ledger["over_length"].values()):
-        lines.append(f"too long   {over_length_line(ledger['over_length'])}")
+        lines.append(f"too long   {over_length_text(ledger['over_length'])}")
     if any(ledger["masked"].values()):
         lines.append(masked_line(ledger["masked"]))
     if now.get("retain") == "all":

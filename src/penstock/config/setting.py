@@ -31,6 +31,8 @@ from penstock.errors import ConfigError
 
 NONE = "none"
 """How a file writes None."""
+_MAX_INT = 2**63 - 1
+"""The largest number of SQLite, and of numpy's int64."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?")
 _UNITS = {"": 1, **{f"{u}i": 1024**n for n, u in enumerate("KMGT", 1)}, **{u: 1000**n for n, u in enumerate("KMGT", 1)}}
 
@@ -103,9 +105,11 @@ class Setting:
             if self.optional:
                 return None
             raise self.error(value, path)
+        if isinstance(value, int) and abs(value) > _MAX_INT:  # first: Python writes 4,300 digits at most
+            raise ConfigError(f"{path}: a number of {value.bit_length():,} bits; it must be below 2**63")
         try:
             return _finite(msgspec.convert(_plain(self, value), Annotated[self.type, _range_of(self.meta)]))
-        except (msgspec.ValidationError, ValueError) as error:
+        except (msgspec.ValidationError, ValueError, OverflowError) as error:
             if isinstance(error.__cause__, ConfigError):  # a record inside the value has a better message
                 raise ConfigError(f"{path}: {error.__cause__}") from None
             raise self.error(value, path) from None
@@ -207,6 +211,8 @@ def _size(text: str) -> int:
 def _finite(value: Any) -> Any:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
     if any(isinstance(number, float) and not math.isfinite(number) for number in inner):
+        raise ValueError(value)
+    if any(isinstance(number, int) and abs(number) > _MAX_INT for number in inner):  # "9999999 TiB", or in a list
         raise ValueError(value)
     return value
 

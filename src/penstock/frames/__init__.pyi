@@ -27,7 +27,9 @@ from penstock.frames.late_merging import LateValuesFrame as LateValuesFrame
 from penstock.frames.late_merging import check_late as check_late
 from penstock.frames.late_merging import encode_values as encode_values
 from penstock.frames.late_merging import is_late as is_late
+from penstock.frames.late_merging import new_values as new_values
 from penstock.frames.late_merging import read_group as read_group
+from penstock.frames.late_merging import with_digests as with_digests
 from penstock.frames.layout import MAGIC as MAGIC
 from penstock.frames.layout import PREFIX_SIZE as PREFIX_SIZE
 from penstock.frames.layout import Block as Block

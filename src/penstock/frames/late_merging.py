@@ -18,12 +18,14 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from penstock.arrays import COLUMNS, NO_COLUMNS, TOPK, Own, Sample, Samples, Values, column_digests, sample_digests
 from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames.head import ANY_SIZE, Limits
-from penstock.frames.late_columns import LATE_COLUMNS, LATE_IN_FRAME
+from penstock.frames.late_columns import LATE_COLUMNS, LATE_IN_FRAME, NO_DIGEST
 from penstock.frames.layout import Buffer
+from penstock.frames.metadata import GroupMetadata
 from penstock.frames.reading import decode
 from penstock.frames.writing import FramePieces, encode, encode_group
 
@@ -138,6 +140,34 @@ class LateValuesFrame:
 def _digests(samples: Samples, names: list[str]) -> list[bytes]:
     parts = [column_digests(samples, name) for name in names]
     return [xxhash.xxh3_128_digest(b"".join(row)) for row in zip(*parts, strict=True)]
+
+
+def new_values(before: GroupMetadata, after: GroupMetadata, samples: Samples) -> dict[str, dict[int, bytes]]:
+    """Return the digests of the values that a group's newer frame has and the one before had not, by column and
+    sample. `after` and `samples` are of the newer frame."""
+    found = {}
+    for column in [name for name in samples.columns if name not in LATE_COLUMNS and is_late(name, samples.own)]:
+        names = [name for name in samples.columns if name in (TOPK if column in TOPK else (column,))]
+        digests, rows = _digests(samples, names), np.flatnonzero(_has(after, column) & ~_has(before, column))
+        found[column] = {row: digests[row] for row in rows.tolist()}
+    return {column: digests for column, digests in found.items() if digests}
+
+
+def with_digests(before: GroupMetadata, found: Mapping[str, Mapping[int, bytes]]) -> dict[str, bytes]:
+    """Return `LateColumns.digests` of a group, with further ones by column and sample."""
+    size, digests = len(NO_DIGEST), dict(before.late.digests)
+    for column, given in found.items():
+        known = digests.get(column, NO_DIGEST * before.num_samples)
+        each = [given.get(row, known[row * size : (row + 1) * size]) for row in range(before.num_samples)]
+        digests[column] = b"".join(each)
+    return digests
+
+
+def _has(metadata: GroupMetadata, column: str) -> NDArray[np.bool_]:
+    """Return [samples], those that have a column."""
+    if column not in metadata.columns:
+        return np.zeros(metadata.num_samples, np.bool_)
+    return np.frombuffer(metadata.has, np.bool_).reshape(metadata.num_samples, -1)[:, metadata.columns.index(column)]
 
 
 def read_group(frame: Buffer, digests: tuple[bytes, ...], group: str) -> Samples:

@@ -105,4 +105,8 @@ def typed_error(error: sqlite3.DatabaseError | UnicodeDecodeError, where: str) -
     # SQLite's message quotes damaged bytes, which need not be UTF-8.
     if code.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")) or isinstance(error, UnicodeDecodeError):
         return CorruptFile(f"{where}: {error}; restore the folder from a copy")
+    if code.startswith("SQLITE_CANTOPEN") and Path(where).is_dir():
+        return StorageError(f"{where}: a folder, and the log is a file; move it away, or use another folder")
+    if code.startswith("SQLITE_CANTOPEN"):
+        return StorageError(f"{where}: {error}; let this user read and write the file and its folder")
     return StorageError(f"{where}: {error}")

@@ -97,7 +97,7 @@ class Packing:
         int | None, Meta(ge=1, description="tokens of a micro-batch, padding included; none: seq_len")
     ] = None
     pad_to_multiple_of: Annotated[
-        int, Meta(ge=1, description="micro-batches are padded to a multiple of this many tokens")
+        int, Meta(ge=1, le=1 << 24, description="micro-batches are padded to a multiple of this many tokens")
     ] = 1
     max_samples: Annotated[int | None, Meta(ge=1, description="samples per micro-batch at most; none: any")] = None
     max_patches: Annotated[int | None, Meta(ge=1, description="image patches per micro-batch at most; none: any")] = (

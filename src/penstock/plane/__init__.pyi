@@ -1,4 +1,5 @@
 from penstock.plane.acceptance import MAX_ID as MAX_ID
+from penstock.plane.acceptance import put_key as put_key
 from penstock.plane.engine import Engine as Engine
 from penstock.plane.intake import Incoming as Incoming
 from penstock.plane.intake import Intake as Intake

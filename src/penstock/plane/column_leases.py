@@ -11,7 +11,7 @@ could never get its column.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -120,13 +120,14 @@ class ColumnLeases:
                 lose(self._engine, {op: why for op, why in bad.items() if op in self._engine.state.late.waiting})
         if not self._waiting:
             return
-        free = {column: list(ops) for column, ops in self._engine.state.late.free.items()}
+        # An iterator for each column that is asked for: what one worker takes is not offered to the next.
+        free: dict[str, Iterator[int]] = {}
         for ticket, wanted in list(self._waiting.items()):
             message = wanted.message
-            ops = free.get(message.column, [])
-            taken = list(islice(ops, message.groups))
+            if message.column not in free:
+                free[message.column] = iter(self._engine.state.late.free.get(message.column, ()))
+            taken = list(islice(free[message.column], message.groups))
             if taken:
-                free[message.column] = ops[len(taken) :]
                 keys = tuple(key_of(op, message.column) for op in taken)
                 record = HandOut(kind=COLUMN, keys=keys, worker=message.worker, lease_s=message.lease_s)
                 self._leases.decide(record, partial(self._hand_over, ticket, message, keys))

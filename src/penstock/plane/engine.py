@@ -336,6 +336,10 @@ class Engine:
         why += lacking
         if held >= target.amount and not lacking:
             why.append(self.tenant_tables.waits_for() or f"{self.settings.replay.limiter} holds it back")
+        lists = self.state.tasks.lists
+        ended = [name for name, one in lists.items() if one.evicted or not (one.num_to_come or one.leased)]
+        if ended and (lacking or (held < target.amount and len(ended) == len(lists))):
+            why.append(f"no prompts are left in {', '.join(map(repr, ended[:3]))}")
         if stale := self.acceptance.stale_in_a_row:
             why.append(
                 f"the last {stale} groups that arrived were dropped as stale (max_staleness "

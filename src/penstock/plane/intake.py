@@ -7,7 +7,7 @@ thread. Metadata that a client made itself is about a kilobyte and is checked on
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import cast
 
 import numpy as np
@@ -35,6 +35,7 @@ from penstock.frames import (
 from penstock.log import Awaited
 from penstock.packing import plan
 from penstock.plane.settings import PlaneSettings
+from penstock.protocol import over_length_text
 from penstock.storage import Storage, Writer, parse_location
 
 _READ_BACK_BYTES = 1 << 20
@@ -94,12 +95,7 @@ class OverLength:
         >>> str(OverLength(2, 40, 0, 0)), str(OverLength(1, 5, 1, 90))
         ('2 samples truncated by 40 tokens', '1 sample truncated by 5 tokens, 1 sample of 90 tokens dropped')
         """
-        parts = []
-        if self.truncated_samples:
-            parts.append(f"{_samples(self.truncated_samples)} truncated by {self.truncated_tokens:,} tokens")
-        if self.dropped_samples:
-            parts.append(f"{_samples(self.dropped_samples)} of {self.dropped_tokens:,} tokens dropped")
-        return ", ".join(parts) or "none"
+        return over_length_text(asdict(self))
 
 
 NONE = OverLength()
@@ -108,10 +104,6 @@ NONE = OverLength()
 def int64s(data: bytes) -> memoryview:
     """Return the numbers of a group's samples, without an array: a group has few."""
     return memoryview(data).cast("q")
-
-
-def _samples(count: int) -> str:
-    return f"{count:,} sample{'s' * (count != 1)}"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -236,7 +236,10 @@ def _read(settings: PlaneSettings, message: AttachValues, payload: Buffer) -> La
         raise CorruptFrame(f"attach {message.column}: not the bytes that were sent; attach the values again")
     limits = limits_of(settings)
     limits = replace(limits, max_tokens=limits.max_tokens * max(len(message.groups), 1))
-    values = LateValuesFrame(payload, message.column, own=settings.packing.own, limits=limits)
+    try:
+        values = LateValuesFrame(payload, message.column, own=settings.packing.own, limits=limits)
+    except CorruptFrame as error:  # these are the bytes that were sent: more values than any group has tokens
+        raise InvalidInput(f"attach {message.column}: {error} (max_group_tokens); give one value per token") from None
     if values.by_group.keys() != set(message.groups):
         raise InvalidInput(f"attach {message.column}: the frame has other groups than the message")
     return values

@@ -10,7 +10,7 @@ Everything here follows from the log. What the values amount to is computed once
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
 
 import msgspec
 
@@ -65,47 +65,54 @@ class LateGroups:
         """By op."""
         self.tables: Counter[str] = Counter()
         """Table -> how many of them will enter it."""
-        self.free: dict[str, dict[int, None]] = {}
-        """Column -> the groups that lack it and are leased to no worker, in order."""
+        self.free: defaultdict[str, OrderedDict[int, None]] = defaultdict(OrderedDict)
+        """Column -> the groups that lack it and are leased to no worker, in order. Ordered dicts, because a plain one
+        steps over all that was removed at its front to find the first."""
 
     def follow(self, record: AwaitColumns | AttachColumn) -> None:
         """Apply a decision."""
         if isinstance(record, AwaitColumns):
             self.expected |= record.groups
             return
-        group = self.waiting[record.group]
+        group = self.waiting.get(record.group)
+        if group is None:
+            return  # a recovery attached to a group that was dropped in the last decisions of the log
         given = group.given.setdefault(record.column, {})
         given |= record.values
         given |= record.digests
         given |= dict.fromkeys(record.errors)
         if not group.lacks(record.column):
-            self.free.get(record.column, {}).pop(record.group, None)
+            self._taken(record.column, record.group)
             self._leases.complete(COLUMN, key_of(record.group, record.column), _COMPLETED)
 
     def add(self, row: GroupRow, awaited: Awaited, priority: float) -> None:
         self.waiting[row.op] = WaitingGroup(awaited=awaited, priority=priority)
         self.tables[row.run] += 1
         for column in awaited.columns:
-            self.free.setdefault(column, {})[row.op] = None
+            self.free[column][row.op] = None
 
     def remove(self, row: GroupRow) -> WaitingGroup:
         self.tables[row.run] -= 1
         group = self.waiting.pop(row.op)
         for column in group.awaited.columns:
-            self.free.get(column, {}).pop(row.op, None)  # after a restart: only columns of free groups are there
+            self._taken(column, row.op)
             self._leases.complete(COLUMN, key_of(row.op, column), _ENDED)
         return group
 
     def lent(self, key: str) -> None:
         """Note that a group is leased for a column."""
         op, column = read_key(key)
-        self.free.get(column, {}).pop(op, None)
+        self._taken(column, op)
+
+    def _taken(self, column: str, op: int) -> None:
+        if column in self.free:  # after a restart: only columns of free groups are there
+            self.free[column].pop(op, None)
 
     def returned(self, key: str) -> None:
         """Note that a lease ended without values."""
         op, column = read_key(key)
         if op in self.waiting and self.waiting[op].lacks(column):
-            self.free.setdefault(column, {})[op] = None
+            self.free[column][op] = None
 
     def restore(self, waiting: dict[int, WaitingGroup], rows: dict[int, GroupRow]) -> None:
         """Continue from a snapshot."""
@@ -114,7 +121,7 @@ class LateGroups:
         for op, group in waiting.items():
             for column in group.awaited.columns:
                 if group.lacks(column) and self._leases.number_of(COLUMN, key_of(op, column)) is None:
-                    self.free.setdefault(column, {})[op] = None
+                    self.free[column][op] = None
 
 
 def key_of(op: int, column: str) -> str:

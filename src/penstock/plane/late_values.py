@@ -309,13 +309,19 @@ class LateDecisions:
             self._arrived.popleft()
 
     def _go_on(self, now: float) -> None:
-        """Let groups that saw many planes come and go wait by the time of their put.
+        """Let groups that saw many planes come and go wait by the time of their put. Admit those that have their
+        columns: a recovery of the log may have attached the last ones.
 
         A restart gives a group its full time again, because judges could not attach while the plane was away. Without
         a bound, groups would wait for ever for a plane that restarts more often than their deadline."""
-        for op, group in self._recorder.state.late.waiting.items():
+        waiting = self._recorder.state.late.waiting
+        if complete := [op for op, group in waiting.items() if group.is_complete]:
+            self.settle(complete, overdue=False)
+        for op, group in waiting.items():
             put = group.awaited
-            if not put.epoch or self._recorder.log.epoch - put.epoch <= MOST_RESTARTS:
+            if not put.epoch:  # of a version that did not note it; settled with the next one that has an epoch
+                continue
+            if self._recorder.log.epoch - put.epoch <= MOST_RESTARTS:
                 return  # and all that came later
             self._arrived.append((now - max(time.time() - put.at, 0.0), op))
             self._seen_op = op

@@ -210,7 +210,7 @@ class PlaneState:
     def _move_frame(self, op: int, location: str) -> None:
         """Give a group another frame. After a restart, the log's row has the last one already, or none: it was freed.
         The room that the group takes stays that of its put, because an attach does not wait for room."""
-        if self.rows[op].location:
+        if op in self.rows and self.rows[op].location:
             self.rows[op] = replace(self.rows[op], location=location)
 
     def _admit(self, record: AdmitGroup) -> None:

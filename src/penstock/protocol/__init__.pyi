@@ -83,6 +83,7 @@ from penstock.protocol.messages import SignUrls as SignUrls
 from penstock.protocol.messages import Status as Status
 from penstock.protocol.messages import Trace as Trace
 from penstock.protocol.messages import check_decision as check_decision
+from penstock.protocol.messages import over_length_text as over_length_text
 from penstock.protocol.picks import PickedGroup as PickedGroup
 from penstock.protocol.picks import StepPicks as StepPicks
 from penstock.protocol.producer import Answer as Answer
@@ -106,3 +107,4 @@ from penstock.protocol.rooms import Amount as Amount
 from penstock.protocol.session import Phase as Phase
 from penstock.protocol.steps import Staged as Staged
 from penstock.protocol.timeouts import Timeouts as Timeouts
+from penstock.protocol.timeouts import seconds_of as seconds_of

@@ -9,7 +9,7 @@ Readers ignore trailing fields they do not know, and fill in defaults for those 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -631,3 +631,18 @@ def _discard_problem(message: Discard) -> str:
     if any(not 0 <= length < 1 << 32 for length in message.lengths):
         return f"lengths: {max(message.lengths)} to {min(message.lengths)}; give tokens, from 0 to {(1 << 32) - 1:,}"
     return ""
+
+
+def over_length_text(counts: Mapping[str, int]) -> str:
+    """Say how many samples were truncated or dropped because they were too long. `counts` are those of `OVER_LENGTH`.
+
+    >>> over_length_text(dict(truncated_samples=1, truncated_tokens=5, dropped_samples=2, dropped_tokens=90))
+    '1 sample truncated by 5 tokens, 2 samples of 90 tokens dropped'
+    """
+    truncated, dropped = counts["truncated_samples"], counts["dropped_samples"]
+    parts = []
+    if truncated:
+        parts.append(f"{truncated:,} sample{'s' * (truncated != 1)} truncated by {counts['truncated_tokens']:,} tokens")
+    if dropped:
+        parts.append(f"{dropped:,} sample{'s' * (dropped != 1)} of {counts['dropped_tokens']:,} tokens dropped")
+    return ", ".join(parts) or "none"

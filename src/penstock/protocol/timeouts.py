@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 
 from penstock.config import check
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InvalidInput
+
+_FOREVER_S = 1e9
+"""Seconds from which a wait has no limit: locks and event loops of some platforms take no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,3 +59,12 @@ class Timeouts:
                 f"timeouts: peer_s {self.peer_s} with heartbeat_s {self.heartbeat_s}; "
                 "allow at least two heartbeats, or live peers will count as dead"
             )
+
+
+def seconds_of(timeout: Any) -> float | None:
+    """Check the `timeout` of a call. Returns None for a wait without limit. Raises InvalidInput."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or timeout != timeout:
+        raise InvalidInput(f"timeout: {timeout!r:.60}; give seconds, or None to wait without limit")
+    return float(timeout) if timeout < _FOREVER_S else None

@@ -9,6 +9,7 @@ from penstock.runs.read_log import planned_step as planned_step
 from penstock.runs.read_log import quarantine_of as quarantine_of
 from penstock.runs.read_log import read_run as read_run
 from penstock.runs.read_log import read_stored as read_stored
+from penstock.runs.read_log import stored_group as stored_group
 from penstock.runs.read_log import stored_samples as stored_samples
 from penstock.runs.read_log import unused_groups as unused_groups
 from penstock.runs.recorded_run import RecordedRun as RecordedRun

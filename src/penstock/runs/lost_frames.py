@@ -88,6 +88,8 @@ class Survey:
     """Groups that the log does not have, each once."""
     repeated: int = 0
     """Number of frames whose groups the log has, or that were found twice."""
+    unused: list[LostFrame] = field(default_factory=list)
+    """Other frames of groups that the log has: of a late column that was not attached, or of a group that ended."""
     conflicts: list[Unusable] = field(default_factory=list)
     """Frames whose group is known with other samples."""
     unusable: list[Unusable] = field(default_factory=list)
@@ -95,15 +97,22 @@ class Survey:
     """Segment -> number of sound frames in it."""
 
 
-def survey(sources: Iterable[Source], known: Mapping[str, bytes | None], progress: Progress = no_progress) -> Survey:
+def survey(
+    sources: Iterable[Source],
+    known: Mapping[str, bytes | None],
+    progress: Progress = no_progress,
+    *,
+    rollouts_of: Callable[[str], bytes | None],
+) -> Survey:
     """Search files for frames. `known` maps the id of each group in the log to the XXH3-128 of its frame. None instead
-    of a digest accepts any frame of that group as known."""
+    of a digest accepts any frame of that group as known. `rollouts_of` returns `LostFrame.rollouts` of such a group, or
+    None if it has ended."""
     found, frames = Survey(), dict[str, LostFrame]()
     for source in sources:
         try:
             with source.part.opened() as file:
                 for piece in find_frames(file, source.known_here):
-                    _sort(found, frames, known, source, _read(file, source, piece))
+                    _sort(found, frames, known, rollouts_of, source, _read(file, source, piece))
                     progress(piece.size)
         except OSError as error:
             found.unusable.append(Unusable(source.part, 0, 0, error.strerror or str(error)))
@@ -115,6 +124,7 @@ def _sort(
     found: Survey,
     frames: dict[str, LostFrame],
     known: Mapping[str, bytes | None],
+    rollouts_of: Callable[[str], bytes | None],
     source: Source,
     frame: LostFrame | Unusable,
 ) -> None:
@@ -123,7 +133,10 @@ def _sort(
         return
     found.frames_in[frame.segment] = found.frames_in.get(frame.segment, 0) + 1
     if frame.group in known:
-        same, where = known[frame.group] in (None, frame.digest), "the log has it with another frame"
+        same, where = known[frame.group] in (None, frame.digest), "the log has it with other samples"
+        if not same and rollouts_of(frame.group) in (None, frame.rollouts):
+            found.unused.append(frame)
+            return
     elif (other := frames.setdefault(frame.group, frame)) is frame:
         return
     elif other.rollouts == frame.rollouts and other.cells != frame.cells:
@@ -160,9 +173,14 @@ def _read(file: int, source: Source, piece: Piece) -> LostFrame | Unusable:
         samples=metadata.num_samples,
         tokens=metadata.num_tokens,
         policy_version=metadata.policy_version,
-        rollouts=xxhash.xxh3_128_digest(msgspec.msgpack.encode((metadata.ids, metadata.lengths, metadata.loss_tokens))),
+        rollouts=rollouts_digest(metadata),
         cells=sum(metadata.has),
     )
+
+
+def rollouts_digest(metadata: GroupMetadata) -> bytes:
+    """Return `LostFrame.rollouts` of a group."""
+    return xxhash.xxh3_128_digest(msgspec.msgpack.encode((metadata.ids, metadata.lengths, metadata.loss_tokens)))
 
 
 def metadata_of_frame(frame: bytes) -> GroupMetadata:

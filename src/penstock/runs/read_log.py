@@ -10,8 +10,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from penstock.arrays import Samples
-from penstock.errors import CorruptFile, InvalidInput
+from penstock.errors import CorruptFile, InvalidInput, PenstockError
 from penstock.frames import Buffer, GroupMetadata, attach_late, decode
 from penstock.log import (
     FORMAT,
@@ -28,7 +30,7 @@ from penstock.log import (
 )
 from penstock.plane import SETTINGS, Ledger, Manifest, read_manifest
 from penstock.protocol import OVER_LENGTH
-from penstock.storage import KeptStorage, open_storage
+from penstock.storage import Gone, KeptStorage, open_storage
 
 _ALL = 1 << 62
 _UNDER_WAY = (int(State.SCHEDULED), int(State.DELIVERED))
@@ -47,12 +49,34 @@ def read_stored(folder: Path, location: str) -> Buffer:
 
 
 def stored_samples(folder: Path, group: str, location: str) -> Samples:
-    """Read the samples of a group, with the values that were attached after its put. Raises Gone if it was deleted."""
-    samples = decode(read_stored(folder, location))
-    with reading(folder) as log:
-        known = log.states_of([group]).get(group)
-        data = None if known is None or known[1] is State.EVALUATION else log.metadata(known[0])
-    return attach_late(samples, GroupMetadata.from_bytes(data).late.arrays()) if data else samples
+    """Read the samples of a group, with the values that were attached after its put. Raises Gone if it was deleted.
+
+    A group that got a column of values per token after it was listed has a newer frame: that one is read."""
+    return stored_group(folder, group, location)[0]
+
+
+def stored_group(folder: Path, group: str, location: str) -> tuple[Samples, Sequence[int]]:
+    """Return what `stored_samples` returns, and how many tokens of each sample a step takes: 0 of one that is too long
+    and dropped, or that was left out when its group got its late values."""
+    while True:
+        try:
+            found: Samples | PenstockError = decode(read_stored(folder, location))
+        except PenstockError as error:
+            found = error
+        with reading(folder) as log:
+            known = log.states_of([group]).get(group)
+            data = None if known is None or known[1] is State.EVALUATION else log.metadata(known[0])
+            now = log.location_of(group)  # the last question: the frame had this metadata, if it still is the group's
+        if now == location:
+            if isinstance(found, PenstockError):
+                raise found
+            if not data:
+                return found, found.lengths.tolist()
+            metadata = GroupMetadata.from_bytes(data)
+            return attach_late(found, metadata.late.arrays()), np.frombuffer(metadata.kept, "<i8").tolist()
+        if not now:
+            raise Gone(f"group {group!r}: its frame was freed meanwhile")
+        location = now
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import xxhash
@@ -97,30 +97,44 @@ class RecordedRun:
         return sum(parse_location(one.location).size for one in self.groups.values() if self.has_frame(one.op))
 
     def frame(self, op: int) -> bytes:
-        """Read a group's frame. Raises Gone if it was freed meanwhile, CorruptFile if its bytes have changed."""
-        entry = self.groups[op]
-        try:
-            frame = bytes(self.storage.read(entry.location)[0])
-            if xxhash.xxh3_128_digest(frame) == entry.digest:
-                return frame
-            problem = (
-                f"{self.storage.url}: the frame of group {entry.id!r} at {entry.location} is not as it was written"
-            )
-        except Gone as error:
-            problem = f"group {entry.id!r}: {error}"
-        # The log forgets a location before its bytes are deleted. So if the log still has it, the frame is damaged.
-        if self._is_freed(op):
+        """Read a group's frame, or the newer one that it has since a late column was attached. Raises Gone if it was
+        freed meanwhile, CorruptFile if its bytes have changed."""
+        while True:
+            entry = self.groups[op]
+            try:
+                frame = bytes(self.storage.read(entry.location)[0])
+                if xxhash.xxh3_128_digest(frame) == entry.digest:
+                    return frame
+                problem = (
+                    f"{self.storage.url}: the frame of group {entry.id!r} at {entry.location} is not as it was written"
+                )
+            except Gone as error:
+                problem = f"group {entry.id!r}: {error}"
+            # The log forgets a location before its bytes are deleted. So if the log still has it, the frame is damaged.
+            if not self._has_moved(op):
+                raise CorruptFile(f"{problem}; restore the storage from a copy")
+
+    def _has_moved(self, op: int) -> bool:
+        """Return whether a group has another frame by now, and note where. Raises Gone if it has none."""
+        with reading(self.folder) as log:
+            rows = list(log.groups_of([op]))
+        if not rows or not rows[0].location:
             self.gone.add(op)
-            raise Gone(f"group {entry.id!r}: its frame was freed meanwhile")
-        raise CorruptFile(f"{problem}; restore the storage from a copy")
+            raise Gone(f"group {self.groups[op].id!r}: its frame was freed meanwhile")
+        before, now = self.groups[op], rows[0]
+        self.groups[op] = replace(before, location=now.location, digest=now.digest)
+        return now.location != before.location
 
     def complete_frame(self, op: int) -> bytes:
         """Read a group's frame, with the values that were attached after its put and without samples that were left
         out because of them. Raises like `frame`."""
-        frame = self.frame(op)
-        with reading(self.folder) as log:
-            data = None if self.groups[op].is_evaluation else log.metadata(op)
-        late = NO_LATE if data is None else GroupMetadata.from_bytes(data).late
+        frame, late = self.frame(op), NO_LATE
+        if not self.groups[op].is_evaluation:
+            with reading(self.folder) as log:
+                data = log.metadata(op)
+            if self._has_moved(op):  # the metadata may be that of the newer frame
+                return self.complete_frame(op)
+            late = NO_LATE if data is None else GroupMetadata.from_bytes(data).late
         if not late:
             return frame
         samples = attach_late(decode(frame), late.arrays())
@@ -138,10 +152,6 @@ class RecordedRun:
             if isinstance(record, AwaitColumns):
                 found |= record.groups
         return found
-
-    def _is_freed(self, op: int) -> bool:
-        with reading(self.folder) as log:
-            return not log.location_at(op)
 
     def in_order(self) -> Iterator[GroupRow]:
         """Return the groups whose frames are kept, in order of arrival."""

@@ -18,11 +18,13 @@ import msgspec
 
 from penstock.atomic import rename, sync
 from penstock.errors import Conflict, CorruptFile
-from penstock.frames import GroupMetadata
+from penstock.frames import GroupMetadata, LateColumns, decode, new_values, with_digests
 from penstock.log import (
     LOG,
     WITNESS,
     Advance,
+    AttachColumn,
+    AwaitColumns,
     GroupRow,
     Log,
     Lose,
@@ -36,8 +38,8 @@ from penstock.log import (
     set_identity,
     typed_errors,
 )
-from penstock.plane import OWN, Manifest, summary_of
-from penstock.runs.lost_frames import LostFrame, Progress, frames_of, metadata_of_frame, no_progress
+from penstock.plane import OWN, Manifest, put_key, summary_of
+from penstock.runs.lost_frames import LIMITS, LostFrame, Progress, frames_of, metadata_of_frame, no_progress
 from penstock.runs.recovery import ASIDE, BUILDING, Plan
 from penstock.storage import (
     Custody,
@@ -128,10 +130,34 @@ def _put_back(log: Log, plan: Plan, choices: Choices, progress: Progress) -> Non
                 log.add_segment(SegmentRow(name, WRITER, log.epoch, time.time()))
         if (where := address_of(plan.run.storage.url)) != address_of(plan.run.folder / "storage"):
             log.set_meta("storage", where)
-    past = log.last_op
+    past = _renew(log, plan, progress)
     placed = ((frame, frame.location) for frame in plan.found.lost)
     _accept(log, _read_again(placed, progress), past + 1, choices, set() if plan.log is None else plan.log.members)
     _go_on(log, plan, choices, past)
+
+
+def _renew(log: Log, plan: Plan, progress: Progress) -> int:
+    """Give groups that got late columns since their newest frames, as an attach does. Returns the last decision."""
+    op, rows = log.last_op, [row for row, _ in plan.newer]
+    awaits = [record for _, record in log.records() if isinstance(record, AwaitColumns)] if rows else []
+    columns = {group: one.columns for record in awaits for group, one in record.groups.items()}
+    read = _read_again(((frame, frame.location) for _, frame in plan.newer), progress)
+    for row, (frame, location, data, metadata) in zip(rows, read, strict=True):
+        before = GroupMetadata.from_bytes(log.metadata_of([row.op])[row.op])
+        found = new_values(before, metadata, decode(data, limits=LIMITS))
+        digests = {column: values for column, values in found.items() if column in columns[row.id]}
+        late = LateColumns(digests=with_digests(before, digests))
+        with log.transaction():
+            for column, values in digests.items():
+                op += 1
+                record = AttachColumn(group=row.op, column=column, values={}, digests=values, location=location)
+                log.add_record(op, record)
+            kinds = tuple(sorted(metadata.kinds.items()))
+            log.set_metadata(row.op, msgspec.structs.replace(metadata, late=late).to_bytes(), kinds)
+            if not before.late.digests:  # a repeated put of its first frame is recognised
+                log.add_discard(put_key(row.id, row.digest))
+            log.set_frame(row.op, location, frame.digest)
+    return op
 
 
 def recover_into(plan: Plan, choices: Choices, progress: Progress = no_progress) -> Recovered:

@@ -1,7 +1,8 @@
 """Plans a recovery: which frames in storage the log has lost, and what putting them back would do.
 
     log missing, damaged or empty     a new log takes the run over, with all groups that storage holds
-    log older than its storage        the groups it lacks are accepted again
+    log older than its storage        the groups it lacks are accepted again; groups that got late columns since have
+                                      their newest frames
     unregistered segments             their groups are accepted, and the segments are registered
     marker or witness ahead           the log continues past both, in a new epoch
 
@@ -12,15 +13,15 @@ Planning changes nothing; `recover` and `recover_into` carry a plan out. Neither
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.errors import Conflict, InvalidInput
 from penstock.frames import MAGIC
-from penstock.log import LOG, State, is_run, own, release
-from penstock.runs.lost_frames import Progress, Source, Survey, no_progress, survey
+from penstock.log import LOG, AdmitGroup, GroupRow, State, is_run, own, reading, release
+from penstock.runs.lost_frames import LostFrame, Progress, Source, Survey, no_progress, survey
 from penstock.runs.storage_check import sources_of
 from penstock.runs.stored_run import LogView, StoredRun, find_damage, look_at, refuse_old
 from penstock.storage import FolderStorage, Gone, KeptStorage, Part, file_part, holds_data, is_object_url, open_storage
@@ -48,6 +49,8 @@ class Plan:
     """Segments that the recovery registers."""
     left: list[str] = field(default_factory=list)
     """Segments without a sound frame. They stay unregistered, for an operator to look at."""
+    newer: list[tuple[GroupRow, LostFrame]] = field(default_factory=list)
+    """Groups whose frames in the log are gone, with the newer frames that they got with late columns."""
     without_frame: int = 0
     """Number of groups that wait in the log and have no frame in storage."""
     ended: int = 0
@@ -57,7 +60,7 @@ class Plan:
 
     @property
     def is_needed(self) -> bool:
-        return bool(self.found.lost or self.problems or self.register)
+        return bool(self.found.lost or self.problems or self.register or self.newer)
 
     @property
     def best_known(self) -> LogView:
@@ -96,7 +99,7 @@ def plan_recovery(folder: str | Path, storage: str | Path | None = None, progres
     view = log or LogView()
     # Groups that a damaged log says were trained count as known: putting them back would train them twice.
     known = {g.id: g.digest for g in view.groups.values()} | dict.fromkeys(_ended(run.salvaged))
-    found = survey(sources_of(run.storage, view), known, progress)
+    found = survey(sources_of(run.storage, view), known, progress, rollouts_of=run.rollouts_of)
     if log is None and not found.frames_in:
         raise InvalidInput(
             f"{run.folder}: no log and no frames ({run.storage.place}); nothing can be recovered here; give the folder "
@@ -104,7 +107,9 @@ def plan_recovery(folder: str | Path, storage: str | Path | None = None, progres
         )
     plan = Plan(run, log, _run_id(run, log), found, run.disagreements(), ended=len(_ended(run.salvaged)))
     plan.register, plan.left = _sort_segments(run.storage, view, found)
-    plan.without_frame = _without_frame(run.storage, view)
+    gone = _without_frame(run.storage, view)
+    plan.newer = _newer(run, gone, found)
+    plan.without_frame = len(gone) - len(plan.newer)
     return plan
 
 
@@ -129,7 +134,7 @@ def plan_copy(source: str | Path, into: str | Path, progress: Progress = no_prog
         known = {} if view is None else {g.id: g.digest for g in view.groups.values()}
     else:
         run = StoredRun(target, FolderStorage(target / "storage", create=False), None)
-    found = survey(sources, known, progress)
+    found = survey(sources, known, progress, rollouts_of=run.rollouts_of)
     return Plan(run, view, "" if view is None else view.run_id, found, copied=True)
 
 
@@ -206,13 +211,30 @@ def _holds_data(part: Part) -> bool:
         return True
 
 
-def _without_frame(storage: KeptStorage, log: LogView) -> int:
-    """Count waiting groups whose frames are missing. Reads the first bytes of each only."""
-    missing = 0
+def _newer(run: StoredRun, gone: Sequence[GroupRow], found: Survey) -> list[tuple[GroupRow, LostFrame]]:
+    """Return groups that wait for late columns and whose frame is gone, with the frame that has the most columns.
+
+    While the frame that the log names is there, the group keeps it: a newer one may never have been attached."""
+    newest: dict[str, LostFrame] = {}
+    for frame in found.unused:  # oldest first: of two with as many columns the later one
+        newest[frame.group] = max(frame, newest.get(frame.group, frame), key=lambda one: one.cells)
+    waiting = [row for row in gone if row.state is State.WAITING and row.id in newest]
+    if not waiting:
+        return []
+    with reading(run.folder) as log:
+        admitted = {record.group for _, record in log.records() if isinstance(record, AdmitGroup)}
+    return [(row, newest[row.id]) for row in waiting if row.op not in admitted]
+
+
+def _without_frame(storage: KeptStorage, log: LogView) -> list[GroupRow]:
+    """Return waiting groups whose frames are missing. Reads the first bytes of each only."""
+    missing = []
     for group, at in log.kept:
         if group.state in _WAITING:
             try:
-                missing += bytes(storage.read(group.location, [(0, min(len(MAGIC), at.size))])[0]) != MAGIC
+                is_there = bytes(storage.read(group.location, [(0, min(len(MAGIC), at.size))])[0]) == MAGIC
             except Gone:
-                missing += 1
+                is_there = False
+            if not is_there:
+                missing.append(group)
     return missing

@@ -43,6 +43,8 @@ class Workload:
     """Per prompt [samples] sampled tokens."""
     rewards: list[NDArray[np.float64]]
     """Per prompt [samples]; NaN where a sample has none."""
+    freed: int = 0
+    """Groups of the recorded run that are missing here, because their metadata is freed."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -83,10 +85,12 @@ def lognormal_workload(prompts: int, samples: int, *, median: float, sigma: floa
 def recorded_workload(folder: Path) -> Workload:
     """Read lengths and rewards of a run's groups, in order of arrival."""
     with reading(folder) as log:
-        found = log.metadata_of([row.op for row in log.groups() if not row.is_evaluation])
+        put = [row.op for row in log.groups() if not row.is_evaluation]
+        found = log.metadata_of(put)
     groups = [GroupMetadata.from_bytes(data) for _, data in sorted(found.items())]
     if not groups:
-        raise InvalidInput(f"{folder}: the metadata of its groups is freed; record a run with retain='all'")
+        what = "the metadata of its groups is freed; record a run with retain='all'" if put else "no group was put yet"
+        raise InvalidInput(f"{folder}: {what}")
     none = np.full(1, np.nan)
     return Workload(
         lengths=[np.frombuffer(group.loss_tokens, "<i8").clip(1) for group in groups],
@@ -94,6 +98,7 @@ def recorded_workload(folder: Path) -> Workload:
             np.frombuffer(group.rewards, "<f4").astype(np.float64) if group.rewards else none.repeat(group.num_samples)
             for group in groups
         ],
+        freed=len(put) - len(groups),
     )
 
 

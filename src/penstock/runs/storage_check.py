@@ -62,6 +62,8 @@ class Report:
     lost: int = 0
     """Number of groups in storage that the log does not have. `penstock storage recover` adds them."""
     lost_groups: list[str] = field(default_factory=list)
+    unused: int = 0
+    """Number of frames that a worker wrote for a late column and did not attach, or that are of groups that ended."""
     broken: list[str] = field(default_factory=list)
     """Damaged frames that the log does not know either."""
 
@@ -91,7 +93,8 @@ def check(
     _check_frames(run, log, report, progress)
     _count_bytes(run.storage, log, report)
     if not fast:
-        found = survey(sources_of(run.storage, log), {g.id: g.digest for g in log.groups.values()}, progress)
+        known = {g.id: g.digest for g in log.groups.values()}
+        found = survey(sources_of(run.storage, log), known, progress, rollouts_of=run.rollouts_of)
         _add_survey(run, found, report)
     return report
 
@@ -111,7 +114,7 @@ def sources_of(storage: KeptStorage, log: LogView) -> list[Source]:
 def _add_survey(run: StoredRun, found: Survey, report: Report) -> None:
     since = _groups_now(run) if found.lost else set()  # a plane at work accepts groups meanwhile
     report.lost_groups = [frame.group for frame in found.lost if frame.group not in since]
-    report.lost = len(report.lost_groups)
+    report.lost, report.unused = len(report.lost_groups), len(found.unused)
     report.broken = [_described(one) for one in (*found.unusable, *found.conflicts)]
 
 

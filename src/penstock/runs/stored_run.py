@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import CorruptFile, InvalidInput
+from penstock.frames import GroupMetadata
 from penstock.log import (
     FORMAT,
     Advance,
@@ -25,6 +26,7 @@ from penstock.log import (
     reading,
     url_of,
 )
+from penstock.runs.lost_frames import rollouts_digest
 from penstock.storage import (
     KeptStorage,
     Location,
@@ -100,6 +102,17 @@ class StoredRun:
     def usable(self) -> LogView | None:
         """The log, if it holds anything."""
         return None if self.log is None or self.log.is_empty else self.log
+
+    def rollouts_of(self, group: str) -> bytes | None:
+        """Return the digest of a group's rollouts by the log's metadata, or None if its frame was freed."""
+        assert self.log is not None
+        op = self.log.groups[group].op
+        with reading(self.folder) as log:
+            data = log.metadata_of([op]).get(op)
+        row = self.log.groups[group]
+        if data is None or row.is_evaluation:
+            return None if not row.location else b""
+        return rollouts_digest(GroupMetadata.from_bytes(data))
 
     def disagreements(self) -> dict[str, str]:
         """Compare log, marker and witness. Returns which of them disagrees -> how. A plane starts only if none does."""

@@ -29,7 +29,7 @@ from penstock.storage.interface import SCHEMES
 T = TypeVar("T")
 PATIENCE_S = 10.0
 """How long a request is repeated if the caller gave no deadline."""
-_JITTER = random.Random()  # noqa: S311 - pauses, not secrets; a program's own `random` stays as it seeded it
+_JITTER = random.SystemRandom()  # has no state: a program's own `random` stays as it is, forked processes differ
 _CONNECT_S = 5.0
 _ATTEMPT_S = 10.0
 _SLOW_LINK = 2_000_000

@@ -25,7 +25,7 @@ from penstock.transport.sockets import KeyRefused, SocketClient
 logger = logging.getLogger("penstock.connection")
 SILENCE_S = 2.0
 """Seconds of silence before the first look-up. Later look-ups follow after half of that: a new plane is found soon."""
-_JITTER = random.Random()  # noqa: S311 - pauses, not secrets; a program's own `random` stays as it seeded it
+_JITTER = random.SystemRandom()  # has no state: a program's own `random` stays as it is, forked processes differ
 _SOON = 30
 """Look-ups, after which the interval doubles: a database that serves many clients may be what is away."""
 _SPREAD = (0.75, 1.25)

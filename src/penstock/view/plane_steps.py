@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -22,11 +22,19 @@ from typing import Any
 
 import numpy as np
 
-from penstock.arrays import Sample, Samples
+from penstock.arrays import NO_VERSION, Sample, Samples
 from penstock.errors import CorruptFile, PenstockError, UnknownKey
 from penstock.log import GroupRow, State, is_run, reading
 from penstock.packing import pack
-from penstock.runs import LoggedStep, evaluations_of, logged_steps, read_run, stored_samples, unused_groups
+from penstock.runs import (
+    LoggedStep,
+    evaluations_of,
+    logged_steps,
+    read_run,
+    stored_group,
+    stored_samples,
+    unused_groups,
+)
 from penstock.view.batch_records import BatchCopy
 from penstock.view.jsonl import encode_line
 from penstock.view.readable_step import ReadLine, Step
@@ -55,6 +63,11 @@ class FrameStep(Step):
 
     __slots__ = ()
 
+    @property
+    def oldest_version(self) -> int:
+        """Tokens of earlier policy versions were left out of the loss (`max_token_staleness`)."""
+        return 0
+
     @abstractmethod
     def groups_in(self) -> Iterator[_Stored]:
         """Yield the groups of the step."""
@@ -67,27 +80,42 @@ class FrameStep(Step):
     def lines(self, skipped: Skipped) -> Iterator[tuple[ReadLine, Record]]:
         for group in self.groups_in():
             try:
-                samples = self._samples(group)
+                samples, kept = self._read(group)
             except UnknownKey as error:
                 skipped.add(group.id, error)
                 continue
             for i, sample in enumerate(samples):
-                yield partial(self._line, group, i), self._record(group, i, sample)
+                if kept[i]:
+                    yield partial(self._line, group, i), self._record(group, i, sample, kept[i])
 
-    def _samples(self, group: _Stored) -> Samples:
+    def _read(self, group: _Stored) -> tuple[Samples, Sequence[int]]:
+        """Return the samples of a group, and how many tokens of each a rank got."""
         try:
             if group.location:
-                return stored_samples(self.path, group.id, group.location)
+                return stored_group(self.path, group.id, group.location)
         except PenstockError as error:
             raise UnknownKey(f"group {group.id!r}: its frame was freed: {error}") from None
         raise UnknownKey(f"group {group.id!r}: its frame was freed")
 
-    def _record(self, group: _Stored, i: int, sample: Sample) -> Record:
-        index = group.first + i
-        return record_of(sample, step=self.number, index=index, rank=group.ranks.get(index, 0), version=self.version)
+    def _record(self, group: _Stored, i: int, sample: Sample, kept: int) -> Record:
+        index, rank = group.first + i, group.ranks.get(group.first + i, 0)
+        trained = _without_stale(sample, self.oldest_version)
+        return record_of(trained, step=self.number, index=index, rank=rank, version=self.version, kept=kept)
 
     def _line(self, group: _Stored, i: int) -> bytes:
-        return encode_line(self._record(group, i, self._samples(group)[i]))
+        samples, kept = self._read(group)
+        return encode_line(self._record(group, i, samples[i], kept[i]))
+
+
+def _without_stale(sample: Sample, oldest: int) -> Sample:
+    """Return a sample as ranks trained it: without the loss of tokens that too old a policy version sampled."""
+    if oldest <= 0:
+        return sample
+    versions = sample.get("weight_versions")
+    if versions is None:
+        own = NO_VERSION if sample.policy_version is None else sample.policy_version
+        versions = np.full(sample.num_tokens, own)
+    return sample.replace(loss_mask=sample.loss_mask & ~((versions > NO_VERSION) & (versions < oldest)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,10 +163,14 @@ def evaluation_steps(folder: Path) -> list[EvaluationStep]:
     ]
 
 
-def record_of(sample: Sample, *, step: int, index: int, rank: int = 0, version: int | None = None) -> Record:
-    """Make the record of a sample without loss terms. `version` is that of the policy its step was drawn for."""
+def record_of(
+    sample: Sample, *, step: int, index: int, rank: int = 0, version: int | None = None, kept: int | None = None
+) -> Record:
+    """Make the record of a sample, or of its first `kept` tokens, without loss terms. `version` is that of the policy
+    its step was drawn for."""
     fields = place_fields(step, export_step=step, rank=rank, micro_step=index, index=index)
-    (batch,) = pack([sample], ranks=1, seq_len=sample.num_tokens, columns=tuple(sample.own.values())).ranks[0]
+    seq_len = sample.num_tokens if kept is None else kept
+    (batch,) = pack([sample], ranks=1, seq_len=seq_len, columns=tuple(sample.own.values())).ranks[0]
     copy = BatchCopy.of(batch, None)
     return next(copy.records(fields, version, untrained=True))
 
@@ -164,6 +196,10 @@ class PlaneStep(FrameStep):
     @property
     def version(self) -> int:
         return self.logged.manifest.policy_version
+
+    @property
+    def oldest_version(self) -> int:
+        return self.logged.manifest.oldest_version
 
     def groups_in(self) -> Iterator[_Stored]:
         with reading(self.path) as log:

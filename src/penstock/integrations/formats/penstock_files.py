@@ -54,7 +54,7 @@ def read_run_groups(place: Place, lost: Lost) -> Iterator[Sample]:
             samples = stored_samples(folder, group, location)
         except PenstockError as error:
             # Either the frame is damaged, or a running plane has freed it since it was listed. Ask the log again.
-            if (group, location) in kept_groups(folder):
+            if group in dict(kept_groups(folder)):
                 raise InvalidInput(f"{place.name} group {group!r}: {error}") from None
             lost.unread["group that was freed during the read"] += 1
             continue

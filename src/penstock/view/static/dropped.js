@@ -50,7 +50,7 @@
           `${ps.number(long.dropped_samples)} of ${ps.number(long.dropped_tokens)} tokens dropped`,
       ),
       lengths(means || {}),
-      ps.card("filtered", ps.number(filtered), listed(ledger.discarded) || "none before they were put"),
+      ps.card("filtered", ps.number(filtered), listed(ledger.discarded) || "none before they were put or when late columns came"),
     );
   }
 
