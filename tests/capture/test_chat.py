@@ -187,3 +187,6 @@ def test_prompts_and_rewards_of_choices_are_checked() -> None:
         from_choices(generate)
     with pytest.raises(InvalidInput, match="rewards: 1 for 2 choices"):
         from_choices(generate, prompt=[1, 2], rewards=[1.0])
+    for rewards in (1.0, "10"):
+        with pytest.raises(InvalidInput, match=r"rewards: .*; give a list with one number per choice"):
+            from_choices(generate, prompt=[1, 2], rewards=rewards)  # type: ignore[arg-type]

@@ -367,3 +367,24 @@ def test_a_fork_at_every_step_still_stores_each_token_once() -> None:
     rollout = from_steps(steps)
     assert rollout.num_tokens == len(steps[-1]["prompt_ids"]) + 4 * 300
     assert len(to_samples(rollout)) == 300
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mm_hashes": {"audio": 1}}, "mm_hashes: audio; only images"),
+        ({"mm_items": {"image": [{"image_grid_thw": [1, [2]]}]}}, "image_grid_thw'.*pixels or features"),
+        ({"mm_items": {"image": [{"features": [[1.0, 2.0], [3.0]]}]}}, "features'.*pixels or features"),
+    ],
+)
+def test_descriptors_of_odd_shape_are_named(changes: dict[str, Any], words: str) -> None:
+    good = {
+        "mm_hashes": {"image": ["a" * 64]},
+        "mm_placeholders": {"image": [{"offset": 1, "length": 4}]},
+        "mm_items": {"image": [{"image_grid_thw": [1, 4, 4]}]},
+    }
+    step = {"prompt_ids": [1, 9, 9, 9, 9, 2], "completion_ids": [3], "completion_logprobs": [-1.0]}
+    [image] = from_steps([{**step, "multi_modal_data": good}]).turns[0].images
+    assert image.grid == (1, 4, 4)
+    with pytest.raises(InvalidInput, match=words):
+        from_steps([{**step, "multi_modal_data": {**good, **changes}}])

@@ -84,6 +84,9 @@ BAD_TURNS: list[tuple[dict[str, Any], str]] = [
     ({"entropy": [1, 2]}, "turn: unknown column 'entropy'"),
     ({"images": [image(1)]}, r"turn.images\[0\]: tokens 1..3 of 2"),
     ({"role": "x" * 1000}, "turn.role"),
+    ({"role": None}, "turn.role: 'None'; must be a string"),
+    ({"temperatures": [1, [2]]}, "turn.temperatures: not an array"),
+    ({"teacher_logprobs": [[[1]], 2]}, "turn.teacher_logprobs: not an array"),
 ]
 
 
@@ -108,6 +111,9 @@ BAD_TRAJECTORIES: list[tuple[dict[str, Any], str]] = [
     ({"turns": [Turn([7, 7], images=[image(0)]), B], "keeps": [None, 1]}, r"turns\[1\].keep: 1 cuts an image"),
     ({"reward": float("nan")}, "'t'.reward: nan"),
     ({"reward": "good"}, "'t'.reward: 'good'"),
+    ({"reward": 10**400}, "'t'.reward: inf; must be finite"),
+    ({"error": 3}, "'t'.error: 3; must be a string"),
+    ({"truncated": "no"}, "'t'.truncated: 'no'; must be True or False"),
     ({"policy_version": -1}, "'t'.policy_version: -1"),
     ({"policy_version": True}, "'t'.policy_version: True"),
     ({"mode": "dpo"}, "'t'.mode: 'dpo'"),

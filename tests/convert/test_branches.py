@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from penstock.arrays import ImageSpan, Sample
 from penstock.capture import Trajectory, Turn
 from penstock.convert import to_samples
+from penstock.errors import InvalidInput
 from penstock.testing.reference_convert import branches
 
 
@@ -170,3 +171,15 @@ def test_other_modes_need_no_logprobs(mode: str) -> None:
 
 def test_a_sampled_first_token_is_not_trained() -> None:
     assert one(SAID).loss_mask.tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [(2**31, "2147483648; beside turns with weight_versions"), (-1, "-1; must be a whole number"), (2**64, "whole")],
+)
+def test_a_version_that_does_not_fit_beside_versions_per_token_is_named(version: int, words: str) -> None:
+    rollout = Trajectory(turns=[Turn([1]), Turn([2], logprobs=[-1.0], weight_versions=[0])])
+    with pytest.raises(InvalidInput, match=words):
+        to_samples(rollout, policy_version=version)
+    [sample] = to_samples(rollout, policy_version=2**31 - 1)
+    assert sample.policy_version == 0

@@ -21,6 +21,7 @@ from penstock.integrations.formats.file_or_stream import Lost, Place
 from penstock.integrations.formats.responses import to_trajectory
 from penstock.integrations.formats.sample_lines import read_lines, write_lines
 from penstock.integrations.trainers.trl_samples import from_trl, rollout_fields
+from penstock.plane.manifest import GroupSummaries
 from penstock.view import Export, TokenExporter
 from tests.support.exports import terms_of
 
@@ -71,6 +72,9 @@ def test_a_rollout_of_which_nothing_is_known_adds_no_byte() -> None:
         ({"info": {"x": object()}}, r"info: a object; give values that JSON has"),
         ({"info": [1]}, r"info: a list; must be a mapping"),
         ({"seconds": -1}, r"seconds: -1; must be a number of at least 0"),
+        ({"seconds": 10**400}, r"seconds: 1000.*; must be a number of at least 0"),
+        ({"info": {"x": "\ud800"}}, r"info: .*surrogates not allowed; give values that JSON has"),
+        ({"metrics": {"\udc00": 1}}, r"metrics: .*surrogates not allowed"),
         ({"stop_condition": "x" * 600}, r"stop_condition: .*1 to 512 characters"),
     ],
 )
@@ -86,10 +90,22 @@ def test_roles_of_very_many_turns_are_rejected_with_size_and_limit() -> None:
 
 
 def test_numbers_that_are_not_finite_and_those_of_numpy_are_kept() -> None:
-    made = rollout(metrics={"a": math.nan, "b": np.float32(0.5), "c": None, "d": True}, info={"n": np.int64(3)})
+    metrics = {"a": math.nan, "b": np.float32(0.5), "c": None, "d": True, "e": 10**400}
+    made = rollout(metrics=metrics, info={"n": np.int64(3), "emoji": "\U0001f600"}, truncated=np.bool_(True))
     found = read_rollout(to_samples(made)[0].rollout)
-    assert found.metrics == {"a": None, "b": 0.5, "c": None, "d": 1.0}
-    assert found.info == {"n": 3}
+    assert found.metrics == {"a": None, "b": 0.5, "c": None, "d": 1.0, "e": None}
+    assert found.info == {"n": 3, "emoji": "\U0001f600"} and found.truncated is True
+
+
+def test_an_error_that_names_a_file_which_is_not_utf8_is_kept() -> None:
+    [sample] = to_samples(rollout(error="no file b\udce9"), id="a")
+    assert read_rollout(sample.rollout).error == "no file b?"
+
+
+def test_seconds_beyond_float32_are_not_known_in_the_summary_of_a_step() -> None:
+    groups = [encode_group(to_samples(rollout(seconds=seconds), id="a", group="g")) for seconds in (1e308, 2.0)]
+    summary = GroupSummaries.of([metadata_of_pieces(made, group="g", seq_len=16) for made in groups])
+    assert summary.numbers("seconds") == [None, 2.0]
 
 
 @pytest.mark.parametrize(

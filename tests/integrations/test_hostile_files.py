@@ -44,6 +44,17 @@ def test_a_compressed_torch_file_is_rejected_unread(tmp_path: Path) -> None:
         convert(path)
 
 
+def test_a_zip_file_that_claims_to_span_disks_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "odd.pt"
+    torch.save({"rollout_id": 0, "samples": [SLIME]}, path)
+    whole = path.read_bytes()
+    end = whole.rindex(b"PK\5\6")
+    locator = b"PK\6\7" + (1).to_bytes(4, "little") + bytes(8) + (9).to_bytes(4, "little")
+    path.write_bytes(whole[:end] + locator + whole[end:])
+    with pytest.raises(CorruptFile, match="span multiple disks"):
+        convert(path)
+
+
 @pytest.mark.parametrize("sample", [7, "x", None, [1]])
 def test_a_sample_that_is_none_is_named(tmp_path: Path, sample: object) -> None:
     path = tmp_path / "odd.pt"
@@ -55,6 +66,8 @@ def test_a_sample_that_is_none_is_named(tmp_path: Path, sample: object) -> None:
 def test_a_batch_of_single_values_is_rejected() -> None:
     with pytest.raises(InvalidInput, match="responses is a single value"):
         from_verl({"prompts": np.zeros((1, 2)), "responses": np.array(3)})
+    with pytest.raises(InvalidInput, match="prompts: rows of different lengths"):
+        from_verl({"prompts": [[1], [1, 2]], "responses": [[2], [3]]})
 
 
 def test_what_is_printed_of_data_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

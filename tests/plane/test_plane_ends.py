@@ -111,6 +111,20 @@ def test_a_plane_that_is_only_deleted_frees_its_folder(tmp_path: Path) -> None:
         gc.collect()
 
 
+def test_a_plane_in_a_reference_cycle_frees_its_folder(tmp_path: Path) -> None:
+    gc.disable()  # so that only the next `open` collects
+    try:
+        for life in range(3):
+            plane = ps.open(tmp_path, ranks=1, seq_len=64, groups_per_step=1, timeouts=FAST)
+            plane.put(named_group(f"g{life}"))
+            cycle: list[Any] = [plane]
+            cycle.append(cycle)
+            del plane, cycle
+    finally:
+        gc.enable()
+        gc.collect()
+
+
 def test_a_plane_lives_as_long_as_its_source(tmp_path: Path) -> None:
     plane = ps.open(tmp_path, ranks=1, seq_len=64, groups_per_step=1, timeouts=FAST)
     plane.put(named_group("a"))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError
 from penstock.packing import pack
 from penstock.view import Export, TokenExporter
 from penstock.view.folders import read_done
@@ -141,8 +140,15 @@ def test_runs_go_to_their_own_folders_and_every_rank_closes_all_of_them(tmp_path
         assert [record.label for record in export.step(3, run=run).records()] == [name]
 
 
-def test_a_run_name_that_leaves_the_folder_is_refused(tmp_path: Path) -> None:
-    batch = batch_of(sample("a", 5, run="../up"))
-    with TokenExporter(tmp_path / "in") as exporter, pytest.raises(ConfigError, match="cannot name a folder"):
+@pytest.mark.parametrize("run", ["../up", "..", "exp 7 \u00e9", "a%2Fb", "\u202e", "x" * 500, "-r", "(evaluation)"])
+def test_no_run_name_leaves_the_folder_or_stops_the_trainer(tmp_path: Path, run: str) -> None:
+    batch = batch_of(sample("a", 5, run=run))
+    with TokenExporter(tmp_path / "in") as exporter:
         exporter.write(1, batch, terms_for(batch))
+        exporter.close_step(1, runs={run: 1})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+    [folder] = [path.parent for path in (tmp_path / "in").glob("*/token_exports")]
+    export = Export(tmp_path / "in")
+    assert export.runs == [folder.name if "~" in folder.name else run]
+    for name in export.runs:
+        assert [record.label for record in export.step(1, name).records()] == ["a"]

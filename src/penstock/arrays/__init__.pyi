@@ -17,6 +17,7 @@ from penstock.arrays.coercion import coerce as coerce
 from penstock.arrays.coercion import coerce_cells as coerce_cells
 from penstock.arrays.coercion import coerce_lists as coerce_lists
 from penstock.arrays.coercion import first_bad_set as first_bad_set
+from penstock.arrays.coercion import is_number as is_number
 from penstock.arrays.coercion import run_name_problem as run_name_problem
 from penstock.arrays.columns import ALL_OR_NONE as ALL_OR_NONE
 from penstock.arrays.columns import APART as APART

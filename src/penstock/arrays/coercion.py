@@ -74,6 +74,11 @@ def _check_unicode(value: str, where: str) -> None:
         raise InvalidInput(f"{where}: holds the control character U+{ord(bad):04X}; remove it")
 
 
+def is_number(value: object) -> bool:
+    """Return whether a value is a single number rather than one per token. `np.ndim` raises for uneven lists."""
+    return not isinstance(value, list | tuple) and np.ndim(value) == 0  # type: ignore[arg-type]
+
+
 def coerce_columns(
     given: Mapping[str, Values | None], where: str, table: Mapping[str, Column] = TOKEN_COLUMNS
 ) -> dict[str, Cells]:

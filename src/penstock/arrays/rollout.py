@@ -128,6 +128,8 @@ def check_metrics(metrics: Any, where: str) -> dict[str, float | None]:
     for name, value in _mapping(metrics, where).items():
         try:
             number = math.nan if value is None else float(value)
+        except OverflowError:  # an int that no float holds
+            number = math.inf
         except (TypeError, ValueError):
             raise InvalidInput(f"{where}[{name!r:.60}]: {value!r:.60}; must be a number") from None
         out[str(name)] = number if math.isfinite(number) else None
@@ -148,7 +150,7 @@ def check_seconds(seconds: Any, where: str) -> float | None:
         return None
     try:
         number = float(seconds)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not 0 <= number < math.inf:
         raise InvalidInput(f"{where}: {seconds!r:.60}; must be a number of at least 0, or None")
@@ -171,9 +173,12 @@ def _mapping(given: Any, where: str) -> dict[str, Any]:
 def _dumps(value: Any, where: str = "rollout") -> str:
     """Return JSON in plain ASCII, so nothing in it can be a control character."""
     try:
-        return json.dumps(value, separators=(",", ":"), allow_nan=False, default=_plain).replace("\x7f", "\\u007f")
+        text = json.dumps(value, separators=(",", ":"), allow_nan=False, default=_plain).replace("\x7f", "\\u007f")
+        if "\\ud" in text:  # half of a surrogate pair: Python writes it, and no other reader takes it
+            json.dumps(value, ensure_ascii=False, default=_plain).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInput(f"{where}: {error}; give values that JSON has") from None
+    return text
 
 
 def _plain(value: Any) -> Any:

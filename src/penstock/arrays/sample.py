@@ -14,7 +14,7 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.coercion import Values, check_text, coerce, coerce_columns
+from penstock.arrays.coercion import Values, check_text, coerce, coerce_columns, is_number
 from penstock.arrays.columns import COLUMNS, TEXT_COLUMNS, Array, Cells, Column
 from penstock.arrays.counts import check_version, known
 from penstock.arrays.images import ImageSpan, check_spans, types_of
@@ -213,7 +213,7 @@ class Sample:
             rest["logprobs"] = behind_prompt("logprobs", completion_logprobs)
         if completion_temperatures is not None:
             rest["temperatures"] = completion_temperatures
-            if np.ndim(rest["temperatures"]):
+            if not is_number(completion_temperatures):
                 rest["temperatures"] = behind_prompt("temperatures", completion_temperatures)
                 rest["temperatures"][: len(prompt)] = rest["temperatures"][len(prompt) : len(prompt) + 1]
         mask = behind_prompt("loss_mask", trained)

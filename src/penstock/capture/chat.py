@@ -85,6 +85,9 @@ def from_choices(
     [([3], 1.0), ([4, 5], 0.0)]
     """
     choices = list_of(response, "choices", "response")
+    given: Any = rewards
+    if given is not None and (not hasattr(given, "__len__") or isinstance(given, str)):
+        raise InvalidInput(f"rewards: {given!r:.60}; give a list with one number per choice")
     if rewards is not None and len(rewards) != len(choices):
         raise InvalidInput(f"rewards: {len(rewards)} for {len(choices)} choices; give one per choice")
     shared = {name: field_of(response, name) for name in ("prompt_token_ids", "weight_versions")}

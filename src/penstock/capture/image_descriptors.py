@@ -38,7 +38,7 @@ def read_descriptors(
     if unknown:
         raise InvalidInput(f"{where}.{unknown[0]:.40}: not a field of a descriptor; they are {', '.join(_FIELDS)}")
     for name, part in parts.items():
-        other = next((str(kind) for kind, found in part.items() if kind != "image" and len(found)), None)
+        other = next((str(kind) for kind, found in part.items() if kind != "image" and not _is_empty(found)), None)
         if other is not None:
             raise InvalidInput(f"{where}.{name}: {other:.40}; only images are supported, leave the rollout out")
     if not any("image" in part for part in parts.values()):
@@ -77,7 +77,7 @@ def _places(given: Mapping[Any, Any], types: NDArray[np.uint8] | None, where: st
 def _span(item: Any, name: Any, place: tuple[int, int], lookup: HashLookup | None, where: str) -> ImageSpan:
     fields = item if isinstance(item, Mapping) else {"image_grid_thw": field_of(item, "image_grid_thw")}
     for field, value in fields.items():
-        if isinstance(value, bytes | bytearray | memoryview) or np.size(_plain(value)) > _MOST_NUMBERS:
+        if isinstance(value, bytes | bytearray | memoryview) or _count(_plain(value)) > _MOST_NUMBERS:
             raise InvalidInput(
                 f"{where}[{str(field)!r:.40}]: pixels or features, which do not travel; keep the image in an asset "
                 "store and its descriptor here"
@@ -97,6 +97,18 @@ def read_span(given: Any, where: str) -> ImageSpan:
         return msgspec.convert(msgspec.to_builtins(span), ImageSpan)
     except (TypeError, ValueError) as error:
         raise InvalidInput(f"{where}: {error}; give an ImageSpan or its fields") from None
+
+
+def _is_empty(found: Any) -> bool:
+    return hasattr(found, "__len__") and len(found) == 0
+
+
+def _count(value: Any) -> int:
+    """Return how many numbers a field holds. Uneven lists, which make no array, count as too many."""
+    try:
+        return int(np.size(value))
+    except ValueError:
+        return _MOST_NUMBERS + 1
 
 
 def _plain(value: Any) -> Any:

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from penstock.arrays import check_info, check_metrics, check_seconds, check_text, check_version
 from penstock.capture.turn import Turn
 from penstock.errors import InvalidInput
@@ -75,6 +77,11 @@ class Trajectory:
         keeps = (None,) * len(self.turns) if self.keeps is None else tuple(self.keeps)
         put(self, "parents", parents)
         put(self, "keeps", _checked_keeps(self.turns, parents, keeps, where))
+        if not isinstance(self.error, str | None):
+            raise InvalidInput(f"{where}.error: {self.error!r:.60}; must be a string, or None")
+        if not isinstance(self.truncated, bool | np.bool_):
+            raise InvalidInput(f"{where}.truncated: {self.truncated!r:.60}; must be True or False")
+        put(self, "truncated", bool(self.truncated))
         put(self, "reward", _checked_reward(self.reward, where))
         put(self, "metrics", check_metrics(self.metrics, f"{where}.metrics"))
         put(self, "info", check_info(self.info, f"{where}.info"))
@@ -177,6 +184,8 @@ def _checked_reward(reward: float | None, where: str) -> float | None:
         value = float(reward)
     except (TypeError, ValueError):
         raise InvalidInput(f"{where}.reward: {reward!r}; must be a number, or None") from None
+    except OverflowError:  # an int that no float holds
+        value = math.inf
     if not math.isfinite(value):
         raise InvalidInput(f"{where}.reward: {value}; must be finite, or None when the rollout was not scored")
     return value

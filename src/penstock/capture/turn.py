@@ -36,6 +36,7 @@ from penstock.arrays import (
     copied,
     first_bad,
     freeze,
+    is_number,
     offsets_of,
     read_own,
     types_of,
@@ -111,8 +112,9 @@ class Turn:
             raise InvalidInput(
                 f"{where}.sampled: False, yet logprobs or mask say some tokens were; drop one of the two"
             )
-        if len(role) > MAX_TEXT:
-            raise InvalidInput(f"{where}.role: {role[:40]!r}...; must be at most {MAX_TEXT} characters")
+        named: object = role
+        if not isinstance(named, str) or len(named) > MAX_TEXT:
+            raise InvalidInput(f"{where}.role: {str(named)[:40]!r}; must be a string of at most {MAX_TEXT} characters")
         # A mask that is all True says the same as `sampled`, and equal turns must compare and encode alike.
         keep_mask = sampled and marks is not None and not marks.all()
         put = object.__setattr__
@@ -228,7 +230,7 @@ def _column(column: Column, value: Any, ids: Array, sampled: NDArray[np.bool_], 
     if column.ragged:
         return _lists(column, value, ids, sampled, where)
     at = f"{where}.{column.name}"
-    scalar = column.trailing == 0 and np.ndim(value) == 0
+    scalar = column.trailing == 0 and is_number(value)
     values = coerce(column, [value] if scalar else value, at)
     if column.name in TOPK and len(values) == np.count_nonzero(sampled) != len(ids):
         rows = np.full((len(ids), *values.shape[1:]), column.fill, column.numpy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections.abc import Mapping
@@ -13,7 +14,8 @@ from penstock.client.api import REMOTE, unknown_address
 from penstock.client.handles import Handle, usable_url
 from penstock.client.plane import Plane, await_closing
 from penstock.config import build, keywords_of, nested
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, Conflict, PenstockError
+from penstock.log import Log
 from penstock.plane import ClusterSettings, PlaneLoop, PlaneSettings, note_listening, open_log, run_folder
 from penstock.transport import MAX_MESSAGE, FilePlane, MemoryPlane, PlaneKeys, PlaneTransport, SocketPlane
 
@@ -50,8 +52,7 @@ def check_known(address: str, given: Mapping[str, Any]) -> None:
 def open_settings(where: str, settings: PlaneSettings) -> Plane:
     """Open a plane from a settings record."""
     memory = MemoryPlane()
-    await_closing()  # a collected plane may still hold the folder's lock
-    log = open_log(run_folder(where, settings), settings)
+    log = _open_log(where, settings)
     try:
         others = [
             plane_transport(url, settings.keys, max_message=settings.max_message_bytes) for url in settings.listen
@@ -75,6 +76,18 @@ def open_settings(where: str, settings: PlaneSettings) -> Plane:
         server=server,
         thread=thread,
     )
+
+
+def _open_log(where: str, settings: PlaneSettings) -> Log:
+    await_closing()  # a collected plane may still hold the folder's lock
+    try:
+        return open_log(run_folder(where, settings), settings)
+    except Conflict:
+        # A plane that nothing refers to any more may be part of a cycle, such as that of an exception and the frames
+        # it passed through, and Python collects cycles late.
+        gc.collect()
+        await_closing()
+        return open_log(run_folder(where, settings), settings)
 
 
 def plane_transport(url: str, keys: str | Path | None = None, *, max_message: int = MAX_MESSAGE) -> PlaneTransport:

@@ -18,6 +18,7 @@ from typing import Any
 
 from penstock.commands.tables import Progress
 from penstock.commands.which_run import RUN_HELP, export_folder
+from penstock.server import printable
 from penstock.view import EVALUATION, Export, Skipped, Step, tally
 
 
@@ -69,7 +70,7 @@ def summarize(step: Step) -> dict[str, Any]:
 
 def _warn(report: dict[str, Any]) -> None:
     count = report["malformed_lines"]
-    of_run = f"{report['run']}: " if report["run"] else ""
+    of_run = f"{printable(report['run'])}: " if report["run"] else ""
     if count:
         lines = "line" if count == 1 else "lines"
         print(
@@ -94,7 +95,7 @@ def _table(reports: list[dict[str, Any]]) -> str:
     wide = max(map(len, runs)) + 2 if len(runs) > 1 else 0
 
     def named(run: str) -> str:
-        return f"{run:<{wide}}" if wide else ""
+        return f"{printable(run):<{wide}}" if wide else ""
 
     step = "version" if runs == {EVALUATION} else "step"
     lines = [f"{named('run')}{step:>7}{'records':>9}{'trained':>10}{heads}{'masked':>9}{'high':>9}{'low':>9}"]

@@ -34,6 +34,7 @@ from penstock.arrays import (
     Roles,
     RolloutInfo,
     Sample,
+    check_version,
     coerce_cells,
     joined,
     joined_own,
@@ -129,6 +130,7 @@ def to_samples(
     """
     name = id or trajectory.id
     version = trajectory.policy_version if policy_version is None else policy_version
+    version = check_version(version, f"{trajectory.where}.policy_version")
     taken = [0] * len(trajectory.turns)
     rows: list[tuple[int, dict[str, Any]]] = []
     for number, path in enumerate(paths(trajectory)):
@@ -161,7 +163,8 @@ def _rollout(parts: Sequence[Part], trajectory: Trajectory) -> str:
         info=dict(trajectory.info),
         stop_condition=trajectory.stop_condition,
         truncated=trajectory.truncated,
-        error=(trajectory.error or "")[:MAX_ERROR],
+        # The text of an exception may hold half of a surrogate pair, from a file name that is not UTF-8.
+        error=(trajectory.error or "")[:MAX_ERROR].encode(errors="replace").decode(),
         agent=trajectory.agent,
         seconds=trajectory.seconds,
         roles=Roles.of((part.turn.role, part.keep) for part in parts) if named else None,
@@ -205,7 +208,7 @@ def _joined(name: str, parts: Sequence[Part], sampled: NDArray[np.bool_], versio
         return {name: along(column, parts)}
     fill = column.fill
     if name == "weight_versions":  # a turn without versions was sampled by the rollout's version
-        fill = NO_VERSION if version is None else version
+        fill = _version_fill(version)
     values = np.concatenate([_piece(part, name, fill) for part in parts])
     if name in ("temperatures", "weight_versions") and sampled.any():
         # Tokens that were not sampled have no temperature and no version. Giving them a sampled token's keeps the
@@ -214,6 +217,13 @@ def _joined(name: str, parts: Sequence[Part], sampled: NDArray[np.bool_], versio
         if (values == values[0]).all():
             return {name: values[0]} if name == "temperatures" else {"policy_version": known(int(values[0]))}
     return {name: values}
+
+
+def _version_fill(version: int | None) -> int:
+    """Return the version of tokens whose turn has none. Versions per token are stored as int32."""
+    if version is not None and version > np.iinfo(np.int32).max:
+        raise InvalidInput(f"policy_version: {version}; beside turns with weight_versions it must be at most 2**31 - 1")
+    return NO_VERSION if version is None else version
 
 
 def _piece(part: Part, name: str, fill: Any) -> Array:

@@ -60,12 +60,16 @@ _MAX_ENVS = 0xFFFF
 
 
 def _floats(values: Sequence[float]) -> bytes:
-    return np.array(values, "<f4").tobytes()
+    with np.errstate(over="ignore"):
+        found = np.array(values, "<f4")
+    found[np.isinf(found)] = np.nan  # seconds may be as large as float64 allows: not known, rather than infinite
+    return found.tobytes()
 
 
 def _mean(values: NDArray[np.floating]) -> float:
     finite = values[np.isfinite(values)]
-    return float(finite.mean(dtype=np.float64)) if len(finite) else float("nan")
+    with np.errstate(over="ignore"):
+        return float(finite.mean(dtype=np.float64)) if len(finite) else float("nan")
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -20,18 +20,22 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 import msgspec
+import xxhash
 
 from penstock.atomic import folder_errors, rename, replacing, sync
-from penstock.errors import ConfigError, Conflict, CorruptFile, StorageError
+from penstock.errors import Conflict, CorruptFile, StorageError
 from penstock.view.tallies import Count, Summary
 
 EXPORTS = "token_exports"
 STABLE = "STABLE"
 _MARKER = re.compile(r"rank_(\d{1,9})\.done")
 _STEP = re.compile(r"step_(\d{1,18})")
-_SAFE_RUN = re.compile(r"(?![.-])[A-Za-z0-9_.-]{1,128}")
+_MAX_FOLDER = 200
+_UNSAFE = re.compile(r"[^A-Za-z0-9_]")
+_DIGESTED = re.compile(r"[A-Za-z0-9_]{1,100}~[0-9a-f]{32}")
 _mutex = threading.Lock()
 _held: set[Path] = set()
 """Locks held by this process: a POSIX record lock excludes only other processes."""
@@ -80,9 +84,29 @@ _READ = msgspec.json.Decoder(Done)
 
 def exports_of(folder: Path, run: str) -> Path:
     """Return the export folder of a run. `run` is "" if there is only one."""
-    if run and not _SAFE_RUN.fullmatch(run):
-        raise ConfigError(f"run {run[:80]!r}: cannot name a folder; give 1 to 128 of A-Z a-z 0-9 _ . -")
-    return folder / run / EXPORTS if run else folder / EXPORTS
+    return folder / folder_of(run) / EXPORTS if run else folder / EXPORTS
+
+
+def folder_of(run: str) -> str:
+    """Return the folder name of a run. Producers choose names, and none may lead elsewhere or stop the trainer.
+
+    >>> folder_of("exp-7"), folder_of("exp 7"), folder_of("../x"), folder_of("a" * 300)[95:105]
+    ('exp-7', 'exp%207', '%2E.%2Fx', 'aaaaa~5e56')
+    """
+    if _DIGESTED.fullmatch(run):
+        return run  # as `run_of` returned it
+    name = quote(run, safe="", errors="replace")
+    # A name in parentheses is the viewer's own.
+    if not run.isprintable() or run[0] == "(" or len(name) > _MAX_FOLDER:
+        digest = xxhash.xxh3_128_hexdigest(run.encode(errors="surrogatepass"))
+        return f"{_UNSAFE.sub('_', run)[:100]}~{digest}"
+    return f"%{ord(name[0]):02X}{name[1:]}" if name[0] in ".-" else name  # no hidden file, no flag of a command
+
+
+def run_of(name: str) -> str:
+    """Return the run whose folder has this name. A name that was too long or odd for a folder stays shortened."""
+    run = unquote(name)
+    return run if folder_of(run) == name else name
 
 
 def step_folder(folder: Path, run: str, step: int) -> Path:

@@ -16,8 +16,18 @@ from typing import BinaryIO
 
 import xxhash
 
-from penstock.errors import ConfigError, CorruptFile, InvalidInput, UnknownKey
-from penstock.view.folders import EXPORTS, STABLE, Done, exports_of, marked_ranks, read_done, step_folder, steps_in
+from penstock.errors import CorruptFile, InvalidInput, UnknownKey
+from penstock.view.folders import (
+    EXPORTS,
+    STABLE,
+    Done,
+    exports_of,
+    marked_ranks,
+    read_done,
+    run_of,
+    step_folder,
+    steps_in,
+)
 from penstock.view.jsonl import MalformedLine, encode_line, parse_line
 from penstock.view.plane_steps import EVALUATION, PlaneStep, PlaneSteps, evaluation_steps
 from penstock.view.readable_step import ReadLine, Step
@@ -70,7 +80,7 @@ class Export:
 
     @property
     def _exported(self) -> list[str]:
-        named = sorted(path.parent.name for path in self.folder.glob(f"*/{EXPORTS}") if path.is_dir())
+        named = sorted(run_of(path.parent.name) for path in self.folder.glob(f"*/{EXPORTS}") if path.is_dir())
         return [""] * (self.folder / EXPORTS).is_dir() + named
 
     def steps(self, run: str | None = None, *, after: int = -1) -> Sequence[Step]:
@@ -102,10 +112,7 @@ class Export:
 
     def _has_exports(self, run: str) -> bool:
         """Return whether a named run has exports, without listing the other runs or opening the plane's log."""
-        try:
-            return self._exports(run).is_dir()
-        except ConfigError:  # no name of a run, such as EVALUATION
-            return False
+        return self._exports(run).is_dir()
 
     def choose(self, run: str | None) -> str:
         """Return the requested run, or the only trained one. Raises with their names if there are several."""

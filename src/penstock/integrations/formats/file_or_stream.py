@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -49,6 +50,14 @@ class Place:
         if self.is_stream:
             raise InvalidInput(f"{self.word}: this format needs a file and cannot use a stream")
         return Path(self.word)
+
+    @property
+    def is_zip(self) -> bool:
+        """Whether it is a zip file, also if it is a damaged one that Python's check stumbles over."""
+        try:
+            return zipfile.is_zipfile(self.path)
+        except zipfile.BadZipFile:
+            return True
 
     @contextmanager
     def reading(self) -> Iterator[BinaryIO]:

@@ -28,6 +28,7 @@ from penstock.arrays import (
     Own,
     Ragged,
     Sample,
+    is_number,
     own_of,
 )
 from penstock.capture import located, optional_list, read_span
@@ -147,7 +148,7 @@ def _cells(column: Column, value: Any) -> Any:
         if column.ragged:
             lists = [[_number(x) for x in row] for row in value]
             return Ragged.of_lists(lists, column.numpy)
-        if np.ndim(value) == 0:
+        if is_number(value):
             return np.asarray(_number(value), _wide(column))
         raw = np.asarray(value)
         return raw if raw.dtype.kind in "fiu" else np.array(value, _wide(column))

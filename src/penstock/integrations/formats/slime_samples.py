@@ -212,7 +212,7 @@ def _status(fields: Mapping[str, Any]) -> str:
 
 def read_slime(place: Place, lost: Lost, reward_key: str | None = None) -> Iterator[Sample]:
     """Yield the samples of a torch file or of JSON lines."""
-    if not place.is_stream and zipfile.is_zipfile(place.path):
+    if not place.is_stream and place.is_zip:
         loaded = _load(place)
         records = ((f"{place.name} samples[{i}]", record) for i, record in enumerate(loaded["samples"]))
         yield from _read(records, place, loaded.get("rollout_id"), reward_key, lost)
@@ -252,7 +252,7 @@ def _load(place: Place) -> dict[str, Any]:
 
 def _check_stored(place: Place) -> None:
     """Raise CorruptFile for a compressed file: torch never writes one, and a few bytes could expand to any size."""
-    if not zipfile.is_zipfile(place.path):
+    if not place.is_zip:
         return  # the format before torch 1.6, or no torch file: torch reports it
     try:
         with zipfile.ZipFile(place.path) as archive:

@@ -58,7 +58,7 @@ def from_verl(batch: Any, *, lost: Lost | None = None, where: str = "batch") -> 
     ([5, 6], [False, True], 1.0, '17')
     """
     fields = _fields(batch)
-    flat = [name for name in fields if np.ndim(fields[name]) == 0 or not hasattr(fields[name], "__len__")]
+    flat = [name for name in fields if _is_single(fields[name], f"{where}: {name}")]
     if flat and flat != [_TEMPERATURE]:  # one temperature may hold for all rows
         name = next(name for name in flat if name != _TEMPERATURE)
         raise InvalidInput(f"{where}: {name} is a single value; a batch has one per sample")
@@ -73,6 +73,13 @@ def from_verl(batch: Any, *, lost: Lost | None = None, where: str = "batch") -> 
         if (greedy := int((fields.get(_TEMPERATURE, np.ones(1)) <= 0).sum())) > 0:
             lost.unread[_TEMPERATURE] += greedy
     return [_row(fields, i, where) for i in range(len(fields["responses"]))]
+
+
+def _is_single(value: Any, where: str) -> bool:
+    try:
+        return np.ndim(value) == 0 or not hasattr(value, "__len__")
+    except ValueError:
+        raise InvalidInput(f"{where}: rows of different lengths; pad them, as verl does") from None
 
 
 def _temperatures(value: Any, rows: int, where: str) -> Array:
@@ -252,7 +259,7 @@ def _reward(scores: Array) -> Array:
 def read_verl(place: Place, lost: Lost) -> Iterator[Sample]:
     """Yield the samples of an .npz or .safetensors file."""
     try:
-        fields = _npz(place) if zipfile.is_zipfile(place.path) else _safetensors(place)
+        fields = _npz(place) if place.is_zip else _safetensors(place)
     except FileNotFoundError:
         raise
     except _UNREADABLE as error:
