@@ -151,5 +151,5 @@ def test_an_address_without_its_scheme_makes_no_folder(
 
 
 def test_a_missing_step_target_is_named_by_its_settings() -> None:
-    with pytest.raises(ConfigError, match="memory:: when a step is full: missing; give one of groups_per_step, samp"):
+    with pytest.raises(ConfigError, match="memory: when a step is full: missing; give one of groups_per_step, samp"):
         ps.open("memory:", ranks=1, seq_len=16)

@@ -257,6 +257,28 @@ def test_threads_and_no_threads_make_the_same_steps() -> None:
         ]
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_step_whose_samples_went_out_as_they_were_ready_does_not_stay_in_memory(is_late: bool) -> None:
+    with trying() as (plane, server, builder):
+        gate = builder.whole_gate = Gate()
+        if not is_late:
+            gate.released.set()
+        for name in "abcd":
+            plane.put(named_group(name))
+        ranks = [plane.source(rank, world=RANKS) for rank in range(RANKS)]
+        with ThreadPoolExecutor(RANKS) as pool:
+            first = list(pool.map(Source.step, ranks))
+            assert gate.reached.is_set()
+            builder.whole_gate = None
+            gate.released.set()
+            for source, step in zip(ranks, first, strict=True):
+                source.commit(step)
+            assert [step.number for step in pool.map(Source.step, ranks)] == [2, 2]
+        assert 1 not in server._pipeline._staged
+        for source in ranks:
+            source.close()
+
+
 def test_a_step_behind_one_that_is_planned_anew_is_planned_anew_too() -> None:
     engine = DirectEngine(settings_of(), SqliteLog(None))
     for name in "abcdef":
@@ -289,7 +311,7 @@ def test_ranks_that_rewind_to_a_damaged_step_get_no_step_of_an_earlier_plan() ->
             plane.put(named_group(name))
         with trained(plane, count=1) as found:
             assert found == {1: {"a/0", "a/1", "b/0", "b/1"}}
-            while not (2 in server.engine.state.steps and server.engine.state.steps[2].digests):  # until it is planned
+            while not server.coordinator.is_staged(2) or 1 in server._pipeline._staged:  # until it must be built again
                 threading.Event().wait(QUICK.heartbeat_s)
         damage_frame(server.engine, "b")
         with pytest.raises(PenstockError, match=r"steps 1 to [23] are planned again"), trained(plane, count=2):

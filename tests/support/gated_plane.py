@@ -54,6 +54,8 @@ class Trying:
     build_gate: Gate | None = None
     part_gate: Gate | None = None
     """Between the samples of the first rank and those of the others."""
+    whole_gate: Gate | None = None
+    """Between the samples of all ranks, passed on as they were ready, and the step as a whole."""
     failing: str = ""
     """What planning raises, if anything."""
     blamed: str = ""
@@ -79,6 +81,9 @@ class Trying:
         if self.part_gate is not None:
             ready(replace(built, payloads=[built.payloads[0], *[None] * (len(built.payloads) - 1)]))
             self.part_gate.passed()
+        if self.whole_gate is not None:
+            ready(built)
+            self.whole_gate.passed()
         return built
 
 

@@ -499,6 +499,7 @@ class PlaneLoop:
             if coordinator.phase is not Phase.RUNNING:
                 break
             if coordinator.is_staged(step):
+                self._pipeline.handed_over(step)
                 continue
             try:
                 staged = self._pipeline.step(step, coordinator.inline_ranks)

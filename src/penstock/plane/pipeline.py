@@ -320,8 +320,11 @@ class Pipeline:
         return f"step {step} to be planned"
 
     def handed_over(self, step: int) -> None:
-        """Forget a step that the coordinator has staged."""
-        self._staged.pop(step, None)
+        """Forget a step that the coordinator has staged, and those before it.
+
+        The coordinator may have staged them from parts, with the samples of all ranks, before they were built as a
+        whole. It does not ask for those, so they would stay in memory."""
+        self._staged = {built: staged for built, staged in self._staged.items() if built > step}
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
