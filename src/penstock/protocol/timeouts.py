@@ -12,7 +12,7 @@ from penstock.config import check
 from penstock.errors import ConfigError, InvalidInput
 
 _FOREVER_S = 1e9
-"""Seconds from which a wait has no limit: locks and event loops of some platforms take no more."""
+"""Seconds from which a wait has no limit: locks and event loops of some platforms reject longer ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
