@@ -3,7 +3,7 @@
 import penstock as ps
 
 plane = ps.open("memory:", ranks=1, seq_len=4096, groups_per_step=1)  # or a folder: durable; or tcp://host:port
-with plane.group("prompt-17", policy_version=3) as group:  # complete, or cancelled as one
+with plane.group("prompt-17", policy_version=0) as group:  # complete, or cancelled as one
     for reward in (1.0, 0.0, 0.0, 1.0):
         prompt, answer = ps.Turn([11, 12, 13]), ps.Turn([21, 22], logprobs=[-0.3, -1.2])
         group.add(ps.Trajectory(turns=[prompt, answer], reward=reward, env="math"))
