@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from pathlib import Path
 _FENCE = re.compile(r"```(\w+)")
 _COMMENT = re.compile(r"<!--\s*(file|not run):\s*(.*?)\s*-->")
 _END = "__the command ended with code"
+_DEADLINE_S = 600.0
+"""For one command, beside eight busy processes too. A loop that waits for what never comes would take all of CI's time."""
 _JOB_ENDED = re.compile(r"bash: (line \d+: +)?\d+ (Killed|Terminated)")
 """What bash says of a process that was killed, whenever it notices."""
 
@@ -91,7 +94,9 @@ def agrees(shown: str, printed: str) -> bool:
 class Shell:
     """One bash, in a folder of its own. By default this interpreter's environment is first in PATH."""
 
-    def __init__(self, folder: Path, given: dict[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, given: dict[str, str] | None = None, *, deadline_s: float = _DEADLINE_S) -> None:
+        self._deadline_s = deadline_s
+        self._late = False
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         env = {**(given or {**os.environ, "PATH": path}), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
         self._process = subprocess.Popen(
@@ -112,16 +117,27 @@ class Shell:
         self._process.stdin.write(f"{words}\necho; echo {_END} $?__\n")
         self._process.stdin.flush()
         printed: list[str] = []
-        for line in self._process.stdout:
-            if line.startswith(_END):
-                return "".join(printed).removesuffix("\n")
-            if not _JOB_ENDED.match(line):
-                printed.append(line)
-        raise Differs(f"$ {words}\nthe shell ended; before that it printed:\n{''.join(printed)}")
+        alarm = threading.Timer(self._deadline_s, self._kill)
+        alarm.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith(_END):
+                    return "".join(printed).removesuffix("\n")
+                if not _JOB_ENDED.match(line):
+                    printed.append(line)
+        finally:
+            alarm.cancel()
+        ended = f"it did not end within {self._deadline_s:g} s" if self._late else "the shell ended"
+        raise Differs(f"$ {words}\n{ended}; before that it printed:\n{''.join(printed)}")
+
+    def _kill(self) -> None:
+        self._late = True
+        os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End the shell and everything it started."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        if not self._late:
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None

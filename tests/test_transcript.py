@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.run_transcript import Command, Differs, File, run_page, steps
+from scripts.run_transcript import Command, Differs, File, Shell, run_page, steps
 
 pytestmark = pytest.mark.process
 
@@ -43,6 +43,14 @@ def test_a_page_that_shows_something_else_is_found(tmp_path: Path) -> None:
     page.write_text("text\n```console\n$ echo one\none\n$ echo two\nthree\n```\n")
     with pytest.raises(Differs, match=r"page.md:5: \$ echo two\nexpected\nthree\n\nprinted\ntwo"):
         run_page(page, tmp_path)
+
+
+def test_a_command_that_waits_for_what_never_comes_is_named(tmp_path: Path) -> None:
+    shell = Shell(tmp_path, deadline_s=1.0)
+    words = "echo began; until false; do sleep 0.1; done"
+    with pytest.raises(Differs, match=r"until false.*\nit did not end within 1 s; before that it printed:\nbegan"):
+        shell.run(words)
+    shell.close()
 
 
 def test_files_of_a_page_are_written_and_blocks_that_are_not_run_are_left_out() -> None:
