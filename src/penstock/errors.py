@@ -241,3 +241,14 @@ class Closed(FlowError, RuntimeError):
 
 class WaitTimeout(FlowError, TimeoutError):
     """The deadline passed. The message names what was waited for."""
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it: its first 60 characters, or an integer's size where Python prints none.
+
+    >>> shown("x" * 100)[:4], shown(-5), shown(10**5000)
+    ("'xxx", '-5', 'a number of 16,610 bits')
+    """
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"a number of {value.bit_length():,} bits"
+    return f"{value!r:.60}"

@@ -21,7 +21,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from penstock.arrays import MAX_PRIORITY
 from penstock.config import build, signature_of
-from penstock.errors import ConfigError, InvalidInput
+from penstock.errors import ConfigError, InvalidInput, shown
+from penstock.protocol import seconds_of
 from penstock.replay import table_checkpoint
 from penstock.replay.batch import VERSION, Batch, Key
 from penstock.replay.core import OnEvict, Store
@@ -108,6 +109,8 @@ class Table:
         """
         if not _is_priority(priority):
             _refuse_priority(f"insert({key!r}): priority", priority)
+        if timeout is not None:
+            timeout = seconds_of(timeout)
         if num_bytes or num_tokens:
             self._check_size(key, num_bytes, num_tokens)
         if type(policy_version) is not int or not -_MOST <= policy_version <= _MOST:
@@ -136,6 +139,7 @@ class Table:
         (0 tries once), with nothing taken.
         """
         self._check_count(n, replace=replace)
+        timeout = seconds_of(timeout)
         store = self._store
         with self._lock:
             if self._closed or self._samplers.turns or not store.may_sample(n, replace=replace):
@@ -415,12 +419,12 @@ def _whole(where: str, value: Any, least: int, most: int) -> int:
     except TypeError:
         found = least - 1
     if not least <= found <= most or isinstance(value, bool):
-        raise InvalidInput(f"{where}: {value!r:.60}; give a whole number from {least} to {most}")
+        raise InvalidInput(f"{where}: {shown(value)}; give a whole number from {least} to {most}")
     return found
 
 
 def _refuse_priority(where: str, priority: object) -> None:
-    raise InvalidInput(f"{where} {priority!r:.60}; give a finite number from 0 to {MAX_PRIORITY:g}")
+    raise InvalidInput(f"{where} {shown(priority)}; give a finite number from 0 to {MAX_PRIORITY:g}")
 
 
 def _store(settings: Settings, on_evict: OnEvict | None) -> Store:
