@@ -64,6 +64,7 @@ def test_branches_are_read_as_they_are_given() -> None:
     ("change", "said"),
     [
         ({"rollouts": []}, "rollouts: expected 'array' of length >= 1"),
+        ({"rollouts": [None] * 65_537}, "rollouts: expected 'array' of length <= 65536"),
         ({"prompt": 17}, "prompt: int; must be str"),
         ({"promt": "a"}, "group: unknown field 'promt'"),
         ({"advantage": "gae"}, "advantage: invalid enum value 'gae'"),

@@ -35,6 +35,7 @@ from penstock.arrays.columns import Column as Column
 from penstock.arrays.columns import Description as Description
 from penstock.arrays.columns import allows_all as allows_all
 from penstock.arrays.columns import first_bad as first_bad
+from penstock.arrays.counts import MAX_GROUP_SAMPLES as MAX_GROUP_SAMPLES
 from penstock.arrays.counts import MAX_PRIORITY as MAX_PRIORITY
 from penstock.arrays.counts import MAX_VERSION as MAX_VERSION
 from penstock.arrays.counts import bounded_sum as bounded_sum

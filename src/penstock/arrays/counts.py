@@ -15,6 +15,9 @@ from penstock.errors import InvalidInput
 MAX_PRIORITY = 1e100
 """Beyond this, sums of powers of priorities could overflow."""
 
+MAX_GROUP_SAMPLES = 1 << 16
+"""Samples of one group that a plane takes, so that no message holds its loop or a thread for long."""
+
 MAX_COUNT = 2**32
 MAX_SUM = 2**63 - 1
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from penstock.arrays import NO_COLUMNS, Own
+from penstock.arrays import MAX_GROUP_SAMPLES, NO_COLUMNS, Own
 from penstock.capture import TURN_COLUMNS, Trajectory, Turn, located
 from penstock.convert.groups import Group, make_group, unique_id
 from penstock.errors import InvalidInput
@@ -83,13 +83,13 @@ class _Head(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class JsonGroup(_Head, kw_only=True, forbid_unknown_fields=True):
     """The rollouts of one prompt."""
 
-    rollouts: Annotated[list[JsonRollout], Meta(min_length=1)]
+    rollouts: Annotated[list[JsonRollout], Meta(min_length=1, max_length=MAX_GROUP_SAMPLES)]
 
 
 class _Sealed(_Head, kw_only=True, forbid_unknown_fields=True):
     """The same, with rollouts not parsed yet: each is parsed separately, so that other threads run in between."""
 
-    rollouts: Annotated[list[msgspec.Raw], Meta(min_length=1)]
+    rollouts: Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=MAX_GROUP_SAMPLES)]
 
 
 _HEADS, _ROLLOUTS = msgspec.json.Decoder(_Sealed), msgspec.json.Decoder(JsonRollout)

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 import xxhash
 
-from penstock.arrays import Column, words_for
+from penstock.arrays import MAX_GROUP_SAMPLES, Column, words_for
 from penstock.convert import advantage_named, filter_named
 from penstock.errors import CorruptFrame, InvalidInput, PenstockError, StorageError
 from penstock.frames import (
@@ -388,7 +388,7 @@ def _lacking(metadata: GroupMetadata, name: str) -> list[int]:
 def limits_of(settings: PlaneSettings) -> Limits:
     """Return what one group may decode to, against small frames that expand to gigabytes."""
     tokens = settings.max_group_tokens or max(256 * settings.packing.seq_len, 1 << 20)
-    return Limits(max_tokens=tokens, max_bytes=settings.max_group_bytes or 2 << 30, max_samples=1 << 16)
+    return Limits(max_tokens=tokens, max_bytes=settings.max_group_bytes or 2 << 30, max_samples=MAX_GROUP_SAMPLES)
 
 
 def check_trained(metadata: GroupMetadata) -> None:
