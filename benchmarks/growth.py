@@ -42,6 +42,8 @@ FLAT = 1.5
 """A cost that should not grow may be this many times as high at the larger size: noise of a shared machine."""
 _FEW, _PUT_P99_MS = 2, 8.0
 """How long the slowest hundredth of the puts of two producers may take."""
+_STEPS = 20
+"""Rounds of steps trained while groups are held."""
 _GROUP_BYTES = 300.0
 """Of the log, for ever, for each group that was trained."""
 
@@ -102,7 +104,9 @@ def _held(folder: Path, few: int, many: int) -> list[Row]:
             one.accept(min(500, held - at))
     small, large = runs
     accept = best(lambda: small.accept(4), lambda: large.accept(4), repeats=25)
-    train = best(small.train, large.train, repeats=20)
+    for one in runs:  # a slow machine makes fewer rounds than these, and a step needs its groups
+        one.accept(4 * (_STEPS + 1))
+    train = best(small.train, large.train, repeats=_STEPS)
     for one in runs:
         one.log.close()
     sizes = f"{many:,} groups held over {few:,}"

@@ -11,6 +11,7 @@ no scaling, only a generous limit.
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Callable
@@ -28,12 +29,19 @@ _QUIET = 1.3
 """Below this the machine counts as idle."""
 
 
+def _workers() -> int:
+    """Return how many processes `pytest --workers N` will start. Plugins measure before pytest has read the option."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--workers", type=int, default=0)
+    return int(parser.parse_known_args()[0].workers)
+
+
 class _Pace:
     def __init__(self) -> None:
         self.first = 0.0
         """At the start of the session."""
         self.value, self.at = 0.0, float("-inf")
-        self.expected = 0
+        self.expected = _workers()
         """Processes that will run tests, before they are there."""
 
     def now(self) -> float:
@@ -61,9 +69,9 @@ def _crowd(expected: int) -> float:
 _PACE = _Pace()
 
 
-def expect(processes: int) -> None:
-    """Count processes that will start before long. What is measured while tests are imported holds for all of them."""
-    _PACE.expected = processes
+def workers_are_here() -> None:
+    """From now on the machine's load shows the processes that run tests; count them no longer as expected."""
+    _PACE.expected = 0
 
 
 def pace() -> float:

@@ -22,16 +22,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.pace import expect
+from tests.support.pace import workers_are_here
 from tests.support.schedule import unit_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--workers", type=int, default=0, help="processes that run the tests, forked after collection")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    expect(config.getoption("workers"))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -154,7 +150,7 @@ def _become_worker(config: Any, number: int) -> None:
     folders._basetemp.mkdir(mode=0o700)
     folders._exit_stack = ExitStack()
     random.seed()
-    expect(0)  # they are there, and counted
+    workers_are_here()
 
 
 class _Quiet:
