@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.demo.run_files import Metrics
 from penstock.errors import PenstockError
+from penstock.view.run_files import Metrics
 
 _LOOK_S = 0.5
 

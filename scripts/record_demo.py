@@ -17,8 +17,8 @@ import matplotlib as mpl
 from rich.console import Console
 
 from penstock.demo.launch import Progress
-from penstock.demo.run_files import Metrics
 from penstock.demo.screen import page
+from penstock.view.run_files import Metrics
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 

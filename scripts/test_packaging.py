@@ -48,7 +48,7 @@ SMOKE = {
     "wandb": "import penstock.train.metrics_sinks",
     "trackio": "import penstock.train.metrics_sinks",
     "otel": "from penstock.plane.group_spans import GroupSpans; GroupSpans('run', 'id').close()",
-    "demo": "import penstock.commands.demo, penstock.train.trainer, penstock.demo.color",
+    "demo": "import penstock.commands.demo, penstock.train.trainer, penstock.demo.tasks",
     "verifiers": "from penstock.integrations.environments import verifiers_chat, verifiers_rollouts",
     "transformers": "import penstock.integrations.trainers.transformers_trainer",
     "trl": "import penstock.integrations.trainers.trl_worker",

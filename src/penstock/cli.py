@@ -9,8 +9,7 @@ import select
 import sys
 from collections.abc import Sequence
 
-from penstock.commands.parsing import MissingWords, Parser, suggestion
-from penstock.commands.tables import FirstSign
+from penstock.commands.terminal import FirstSign, MissingWords, Parser, suggestion
 from penstock.errors import PenstockError
 from penstock.extras import missing
 from penstock.server import printable

@@ -15,8 +15,7 @@ import pytest
 
 from penstock.cli import COMMANDS, GROUPS, main, overview
 from penstock.commands import demo
-from penstock.commands.parsing import fitted
-from penstock.commands.tables import QUIET_S
+from penstock.commands.terminal import QUIET_S, fitted
 
 pytestmark = pytest.mark.process
 
@@ -117,7 +116,7 @@ def test_long_words_are_not_torn() -> None:
 
 SLOW = """
 import sys, threading
-from penstock.commands.tables import FirstSign
+from penstock.commands.terminal import FirstSign
 with FirstSign("storage"):
     threading.Event().wait(float(sys.argv[1]))
     print("ready")

@@ -11,9 +11,9 @@ import pytest
 from penstock.cli import main
 from penstock.commands import demo
 from penstock.demo.launch import Launcher, Progress
-from penstock.demo.run_files import Metrics
 from penstock.train.run_config import load
 from penstock.view import Export
+from penstock.view.run_files import Metrics
 
 pytestmark = pytest.mark.process
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from penstock.demo.launch import Launcher, RunFailed
-from penstock.demo.preflight import check_surroundings
+from penstock.demo.launch import Launcher, RunFailed, check_surroundings
 from penstock.errors import ConfigError, Conflict
 from penstock.log import SqliteLog
 from penstock.packing import Packing
@@ -86,7 +85,7 @@ def test_a_folder_in_which_a_run_is_at_work_is_refused(tmp_path: Path) -> None:
     config = TrainConfig(folder=str(tmp_path))
     log = SqliteLog(tmp_path / "plane")
     try:
-        with pytest.raises(Conflict, match="a run is using it"):
+        with pytest.raises(Conflict, match="this process has it open already"):
             check_surroundings(config)
     finally:
         log.close()

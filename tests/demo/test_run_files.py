@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from penstock.demo.processes import worker_environment
-from penstock.demo.run_files import Metrics, PlaneLines
 from penstock.demo.screen import live_page
 from penstock.demo.tasks import COLOR, REVERSE, write_tokenizer
 from penstock.train.step_metrics import memory
-from penstock.view.run_files import rows_since
+from penstock.view.run_files import Metrics, PlaneLines, rows_since
 from penstock.view.vocabulary import open_vocabulary
 
 LEDGER = {"accepted": 9, "committed": 4, "held": 3, "dropped": {"stale": 2}}

@@ -18,7 +18,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import penstock as ps
 from penstock.client import Step
-from penstock.demo.run_files import Metrics
 from penstock.demo.tasks import REVERSE, model_of
 from penstock.errors import ConfigError
 from penstock.integrations.trainers.transformers_trainer import PlaneTrainer, last_checkpoint, step_of
@@ -30,6 +29,7 @@ from penstock.train.loss import Grpo
 from penstock.train.model import build_model, check_packing
 from penstock.train.run_config import LossConfig, OptimizerConfig, TrainConfig
 from penstock.train.trainer import loss_of, train
+from penstock.view.run_files import Metrics
 from tests.train.ranks import run_ranks
 from tests.train.test_trainer import recorded_groups
 from tests.train.test_tree_runs import long_groups

@@ -20,7 +20,7 @@ CONTEXT.set_forkserver_preload(
     [
         "penstock.train.trainer",
         "penstock.integrations.trainers.transformers_trainer",
-        "penstock.demo.color",
+        "penstock.demo.tasks",
         "transformers.models.qwen3.modeling_qwen3",
         "transformers.models.qwen3_vl.modeling_qwen3_vl",
     ]

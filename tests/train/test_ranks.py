@@ -18,9 +18,7 @@ from penstock.capture import Trajectory, Turn
 from penstock.client import Plane, connect
 from penstock.client import open as open_plane
 from penstock.convert import Group, make_group
-from penstock.demo.color import ColorTask
-from penstock.demo.run_files import Metrics
-from penstock.demo.tasks import model_of
+from penstock.demo.tasks import ColorTask, model_of
 from penstock.errors import MissingAsset, StepAborted
 from penstock.packing import Packing
 from penstock.plane import Target
@@ -28,6 +26,7 @@ from penstock.train import agree, checkpoint
 from penstock.train.checkpoint import Weights
 from penstock.train.run_config import OptimizerConfig, TrainConfig
 from penstock.train.trainer import Trainer, train
+from penstock.view.run_files import Metrics
 from tests.train.ranks import CONTEXT, meet_at, meeting_port, run_ranks
 from tests.train.test_trainer import recorded_groups
 

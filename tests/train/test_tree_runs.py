@@ -14,7 +14,6 @@ import penstock as ps
 from penstock.capture import Trajectory, Turn
 from penstock.client import open as open_plane
 from penstock.convert import Group, make_group
-from penstock.demo.run_files import Metrics
 from penstock.demo.tasks import make_task, model_of, standardized
 from penstock.errors import ConfigError
 from penstock.packing import Packing
@@ -25,6 +24,7 @@ from penstock.train.run_config import OptimizerConfig, TaskConfig, TrainConfig
 from penstock.train.trainer import Trainer, train
 from penstock.view import Export, TokenExporter
 from penstock.view.batch_records import BatchCopy
+from penstock.view.run_files import Metrics
 
 ABOUT_THE_ROW = {"export_sequence_idx", "micro_step", "micro_sequence_idx", "micro_batch_digest"}
 """What an export says of where a sample was computed: another row than without trees."""

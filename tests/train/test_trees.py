@@ -17,8 +17,7 @@ from penstock.arrays import Sample
 from penstock.assets import AssetStore
 from penstock.capture import Trajectory, Turn
 from penstock.convert import make_group
-from penstock.demo.color import ColorTask
-from penstock.demo.tasks import model_of
+from penstock.demo.tasks import ColorTask, model_of
 from penstock.packing import MicroBatch, PackedStep, pack
 from penstock.train import ByMode, TeacherKl, kept_of, reverse_kl, to_torch, token_logprobs, topk_kl
 from penstock.train.logits import predictions_of

@@ -13,8 +13,7 @@ from penstock.arrays import ImageSpan, Sample
 from penstock.assets import AssetStore
 from penstock.capture import Trajectory, Turn
 from penstock.convert import make_group
-from penstock.demo.color import MODEL
-from penstock.demo.tasks import model_of
+from penstock.demo.tasks import COLOR_MODEL, model_of
 from penstock.errors import IncompatibleAsset, InvalidInput, MissingAsset
 from penstock.packing import MicroBatch, Packing, pack
 from penstock.packing.forest import grow
@@ -24,7 +23,7 @@ from penstock.train.trainer import Trainer
 from penstock.train.vision import samples_through
 
 ONE_RANK = Packing(ranks=1, seq_len=64)
-IMAGE, VIDEO = MODEL["image_token_id"], MODEL["video_token_id"]
+IMAGE, VIDEO = COLOR_MODEL["image_token_id"], COLOR_MODEL["video_token_id"]
 
 
 def batch_of(*samples: Sample) -> MicroBatch:

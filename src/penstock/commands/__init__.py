@@ -1,1 +1,1 @@
-"""The commands of `penstock`, one per module. `tables` and `which_run` are shared by them."""
+"""The commands of `penstock`, one per module. `terminal` and `which_run` are shared by them."""

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from penstock.assets import TTL_S, AssetStore, list_assets, sweep, verify_assets
-from penstock.commands.tables import Progress
+from penstock.commands.terminal import Progress
 from penstock.errors import InvalidInput
 
 

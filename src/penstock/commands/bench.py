@@ -21,7 +21,7 @@ import json
 import sys
 from pathlib import Path
 
-from penstock.commands.tables import Progress
+from penstock.commands.terminal import Progress
 from penstock.errors import ConfigError
 
 BENCHES = {

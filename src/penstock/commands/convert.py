@@ -18,8 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from penstock.commands.parsing import MissingWords
-from penstock.commands.tables import Progress, aligned, size
+from penstock.commands.terminal import MissingWords, Progress, aligned, size
 from penstock.convert import ADVANTAGES
 from penstock.errors import InvalidInput
 from penstock.integrations.formats.file_formats import FORMATS, Conversion, convert_files

@@ -18,7 +18,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from penstock.commands.tables import size
+from penstock.commands.terminal import size
 from penstock.commands.which_run import plane_folder
 from penstock.runs import Copied, RunCopy
 

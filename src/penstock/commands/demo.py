@@ -29,9 +29,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
-from penstock.commands.parsing import fitted
+from penstock.commands.terminal import fitted
 from penstock.demo.launch import Chaos, Launcher
-from penstock.demo.run_files import Metrics
 from penstock.demo.screen import killed, screen, watched
 from penstock.demo.tasks import model_of
 from penstock.errors import ConfigError, MissingExtra
@@ -40,6 +39,7 @@ from penstock.packing import Packing
 from penstock.plane import Target
 from penstock.replay import MinPriority, Prioritized, Replay
 from penstock.train import PACKED_IMAGES, LossConfig, TaskConfig, TrainConfig, template
+from penstock.view import Metrics
 
 LEARNED = 0.8
 _FAST_STEPS = 5
@@ -146,7 +146,7 @@ def _run_in_ray(config: TrainConfig, goal: float | None, args: argparse.Namespac
     if args.chaos:
         raise ConfigError("--ray and --chaos: --ray already kills a node; use one of them")
     print("penstock demo: starting; loading Ray and the model takes a few seconds", file=sys.stderr, flush=True)
-    from penstock.demo.ray_nodes import NodeLoss, started
+    from penstock.demo.launch import NodeLoss, started
 
     out, aside = sys.stdout, sys.stderr if args.json else sys.stdout
     with (

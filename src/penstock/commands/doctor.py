@@ -35,7 +35,7 @@ from typing import Literal
 
 import zmq
 
-from penstock.commands.tables import size
+from penstock.commands.terminal import size
 from penstock.commands.which_run import RUN_HELP, asking, is_address, plane_folder
 from penstock.errors import InvalidInput, PenstockError
 from penstock.extras import DISTRIBUTION, EXTRAS, install

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.arrays import known
-from penstock.commands.tables import aligned, masked_line, reasons_line, size
+from penstock.commands.terminal import aligned, masked_line, reasons_line, size
 from penstock.commands.which_run import RUN_HELP, plane_folder
 from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames import NAMES, PREFIX_SIZE, Block, Head, decode, describe, frame_size, raw_frames

@@ -26,8 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.commands.bench import find_benchmarks
-from penstock.commands.parsing import suggestion
-from penstock.commands.tables import aligned
+from penstock.commands.terminal import aligned, suggestion
 from penstock.errors import InvalidInput
 from penstock.packing import Cost, assign
 

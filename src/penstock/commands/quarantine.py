@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.commands.tables import aligned
+from penstock.commands.terminal import aligned
 from penstock.commands.which_run import RUN_HELP, asking, is_address, plane_folder
 from penstock.server import printable
 

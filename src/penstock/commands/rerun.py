@@ -25,7 +25,7 @@ from typing import Any
 
 from penstock.client import Fed, feed
 from penstock.client import open as open_plane
-from penstock.commands.tables import Progress, size
+from penstock.commands.terminal import Progress, size
 from penstock.commands.which_run import RUN_HELP, plane_folder
 from penstock.errors import InvalidInput
 from penstock.log import GroupRow

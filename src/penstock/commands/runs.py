@@ -17,7 +17,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from penstock.commands.tables import aligned, size
+from penstock.commands.terminal import aligned, size
 from penstock.errors import InvalidInput
 from penstock.extras import require
 from penstock.log import is_postgres, split_run

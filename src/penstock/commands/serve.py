@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from penstock.commands.parsing import MissingWords
+from penstock.commands.terminal import MissingWords
 from penstock.config import Given, add_flags, read_flags, template
 from penstock.errors import ConfigError
 from penstock.plane import EXAMPLE, TITLE, ServerSettings, read_settings, server_settings

@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.commands.tables import aligned
+from penstock.commands.terminal import aligned
 from penstock.commands.which_run import RUN_HELP, plane_folder
 from penstock.errors import InvalidInput
 from penstock.runs import POLICIES, Rates, Workload, lognormal_workload, recorded_workload, simulate_staleness

@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.commands.tables import Progress, aligned, size
+from penstock.commands.terminal import Progress, aligned, size
 from penstock.commands.which_run import folder_for, plane_folder
 from penstock.errors import InvalidInput
 from penstock.log import is_postgres

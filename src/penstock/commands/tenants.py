@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.commands.tables import aligned, size
+from penstock.commands.terminal import aligned, size
 from penstock.commands.which_run import asking
 from penstock.errors import InvalidInput
 from penstock.server import printable

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.commands.tables import Progress
+from penstock.commands.terminal import Progress
 from penstock.commands.which_run import RUN_HELP, export_folder
 from penstock.server import printable
 from penstock.view import EVALUATION, Export, Skipped, Step, tally

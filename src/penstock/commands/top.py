@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands import tenants
-from penstock.commands.tables import masked_line, reasons_line, size
+from penstock.commands.terminal import masked_line, reasons_line, size
 from penstock.commands.which_run import RUN_HELP, asking, is_address, plane_folder
 from penstock.errors import InvalidInput
 from penstock.plane import Ledger

@@ -2,33 +2,47 @@
 
 A dead worker is restarted, and so is a dead plane, which continues from its log. When a rank dies, the plane notifies
 the other ranks and they stop. All ranks then restart from the last checkpoint, and the plane serves the steps after it
-again. With `chaos` the launcher itself kills a random process every few seconds.
+again. With `chaos` the launcher itself kills a random process every few seconds. On a Ray cluster, `NodeLoss` kills one
+node, once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import random
 import signal
 import socket
+import sys
 import time
+import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from penstock.client import open as open_plane
-from penstock.demo.preflight import check_surroundings
-from penstock.demo.processes import ABORTED, REFUSED, address, start, start_fork_server
-from penstock.demo.run_files import Metrics, PlaneLines, last_lines
+from penstock.config import Given
+from penstock.config import template as settings_file
+from penstock.demo.processes import ABORTED, REFUSED, address, last_lines, start, start_fork_server
 from penstock.demo.tasks import write_tokenizer
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
+from penstock.extras import require
+from penstock.log import own, release
+from penstock.plane import ClusterSettings, PlaneSettings
 from penstock.protocol import FeedbackEvent, Timeouts
-from penstock.train import TrainConfig, template
-from penstock.view import at_work, note_death
+from penstock.server import metrics_token, parse_address
+from penstock.train import TrainConfig, check_installed, image_processor, is_vision, template
+from penstock.view import Metrics, PlaneLines, at_work, note_death
+
+if TYPE_CHECKING:
+    from penstock.ray import LocalCluster
+
 
 _LOOK_S = 0.2
 _MOST_FAILURES = 3
@@ -243,3 +257,116 @@ class Launcher:
             if "plane" not in self._processes or self._processes["plane"].exitcode is None:
                 self._status = plane.status()
                 self._lines.note(self._status)
+
+
+# ------------------------------------------------------------------ before the start
+
+
+def check_surroundings(config: TrainConfig) -> None:
+    """Raise for the first problem that would keep the run from starting, with the setting and the remedy."""
+    check_installed(list(config.metrics))
+    if config.model.path and not (Path(config.model.path) / "config.json").is_file():
+        raise ConfigError(f"model.path: {config.model.path!r} has no config.json; give the folder of a saved model")
+    if is_vision(config.model):
+        image_processor(config.model)
+    for url in config.listen:
+        _check_listen(url)
+    if config.prometheus:
+        require("prometheus", "prometheus_client")
+        metrics_token(config.prometheus, None)  # rejects an address that other hosts can reach
+        host, port = parse_address(config.prometheus, "metrics")
+        _check_port("prometheus", config.prometheus, host, port)
+    _make_folder(Path(config.folder))
+    if not config.plane:
+        _check_alone(Path(config.folder))
+
+
+def _check_listen(url: str) -> None:
+    scheme, _, rest = url.rpartition("://")
+    if scheme.endswith("ipc"):
+        if not Path(rest).parent.is_dir():
+            raise ConfigError(f"listen: {url!r}: {Path(rest).parent} is not a folder; make it, or use another path")
+        return
+    if scheme != "tcp" or rest.endswith(":*"):
+        return
+    parts = urlsplit(url)
+    if parts.hostname and parts.port is not None:
+        _check_port("listen", url, parts.hostname, parts.port)
+
+
+def _check_port(setting: str, given: str, host: str, port: int) -> None:
+    """Bind the port for a moment. If it is taken between now and the plane's start, the plane reports it."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return  # a name that only ZeroMQ resolves, such as that of a network interface
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as error:
+            busy = "another process listens there" if error.errno == errno.EADDRINUSE else error.strerror
+            raise ConfigError(f"{setting}: {given!r}: {busy}; use another port") from None
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"folder: {str(folder)!r}: {error.strerror}; give a folder that can be made") from None
+
+
+def _check_alone(folder: Path) -> None:
+    """Raise if a plane is running in the run's folder: its ranks and ours would join each other."""
+    if (folder / "plane").is_dir():
+        release(own(folder / "plane"))
+
+
+# ------------------------------------------------------------------ on a Ray cluster
+
+
+NODES = 3
+_CLUSTERS_OWN = ("keys", "listen")
+"""Settings that a plane in a cluster chooses itself."""
+_LOSE_AFTER_S = 8.0
+"""A third of the time until the loss (see `Launcher._run`): training must be under way by then."""
+
+
+class NodeLoss(Launcher):
+    """A launcher whose chaos is to kill one node, once."""
+
+    def __init__(self, config: TrainConfig, cluster: LocalCluster) -> None:
+        super().__init__(config, chaos=Chaos(every_s=_LOSE_AFTER_S))
+        self._cluster = cluster
+
+    def kill_one(self) -> None:
+        assert self.chaos is not None
+        if not self.chaos.kills["node"]:
+            self._cluster.kill_node(self._cluster.others[-1])
+            self.chaos.kills["node"] += 1
+            self._cluster.add_node()
+
+
+def say(message: str) -> None:
+    print(f"penstock demo: {message}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def started(config: TrainConfig) -> Iterator[tuple[TrainConfig, LocalCluster]]:
+    """Start a cluster and the run's plane in it. Yields the configuration that uses them, and the cluster."""
+    from penstock.ray import LocalCluster, open_given
+
+    folder = Path(config.folder).resolve()
+    run = replace(config, plane=f"ray://{config.run}", timeouts=replace(config.timeouts, plane_s=120.0))
+    own = {field.name: getattr(run, field.name) for field in fields(PlaneSettings)}
+    settings = ClusterSettings(**own, folder=str(folder / "plane"))
+    tables = tomllib.loads(settings_file(settings, title="", all_values=True))
+    given = Given({name: value for name, value in tables.items() if name not in _CLUSTERS_OWN}, "the demo")
+    say(f"starting a Ray cluster of {NODES} nodes on this machine, loopback only")
+    with LocalCluster(NODES, say=say) as cluster:
+        say(f"starting the plane {run.plane} on the node that will be lost")
+        with open_given(run.plane, given, node=cluster.others[-1]) as plane:
+            say("the plane listens; starting workers and ranks")
+            yield run, cluster
+            plane.kill()

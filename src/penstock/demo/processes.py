@@ -19,13 +19,12 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import NoReturn
 
-from penstock.demo.run_files import last_lines
 from penstock.errors import Closed
 from penstock.server import die_with_parent
 from penstock.train import ModelConfig, TrainConfig
@@ -106,6 +105,15 @@ def start(name: str, folder: Path, environment: dict[str, str]) -> ForkServerPro
     except EOFError:
         raise Closed(f"{name}: the fork server ended: {last_lines(_server_log(folder))}") from None
     return process
+
+
+def last_lines(log: Path, count: int = 1) -> str:
+    """Return the last lines of a log that are not blank."""
+    with suppress(OSError):
+        found = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        if found:
+            return "\n".join(found[-count:])
+    return f"it wrote nothing; its log is {log}"
 
 
 # ------------------------------------------------------------------ in the process

@@ -2,11 +2,16 @@
 
 reverse    prompt      <bos> c a b =
            completion  b a c <eos>
-color      see `penstock.demo.color`, which needs torch and Pillow
+color      prompt      <bos> <vision_start> [4 image tokens] <vision_end> what color is the circle ?
+           completion  blue <eos>
+
+Images of the color task go into the run's asset store and travel as references. The worker and the ranks each read the
+pixels they need. Vision ids are banned when sampling: a placeholder without an image would stop the trainer.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from abc import ABC, abstractmethod
@@ -18,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays import ImageSpan
+from penstock.assets import AssetStore, layout_from_config, span
 from penstock.capture import Turn
 from penstock.convert import Rollouts, Std, grpo
 from penstock.train import ModelConfig, TaskConfig
@@ -126,12 +132,131 @@ REVERSE_MODEL = {
 """99,584 parameters."""
 
 
+# ------------------------------------------------------------------ color
+
+
+_COLOR_ID = {token: i for i, token in enumerate(COLOR)}
+_SIDE = 64
+COLOR_PROCESSOR: dict[str, Any] = {
+    "patch_size": 8,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 32 * 32, "longest_edge": 32 * 32},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+"""A 32 x 32 image becomes 16 patches, 4 tokens."""
+COLOR_LAYOUT = layout_from_config("qwen3_vl", COLOR_PROCESSOR)
+COLOR_MODEL: dict[str, Any] = {
+    "image_token_id": _COLOR_ID["<image>"],
+    "video_token_id": _COLOR_ID["<video>"],
+    "vision_start_token_id": _COLOR_ID["<vision_start>"],
+    "vision_end_token_id": _COLOR_ID["<vision_end>"],
+    "tie_word_embeddings": True,
+    "text_config": {
+        "vocab_size": len(COLOR),
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+    },
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "depth": 1,
+        "num_heads": 2,
+        "patch_size": 8,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [],
+    },
+}
+
+
+class ColorTask(Task):
+    """Prompts with images. The answer is the colour."""
+
+    name = "color"
+    eos = _COLOR_ID["<eos>"]
+    banned = tuple(_COLOR_ID[token] for token in ("<pad>", "<vision_start>", "<vision_end>", "<image>", "<video>"))
+    max_new_tokens = 3
+
+    def __init__(self, folder: Path, preamble: int = 0) -> None:
+        from penstock.train import Materializer  # loads torch
+
+        self._opening = [_COLOR_ID["<bos>"], *([_COLOR_ID["what"]] * preamble)]
+        self._store = AssetStore(folder / "assets")
+        self._materializer = Materializer(self._store, COLOR_LAYOUT, workers=1)
+
+    def prompt(self, rng: random.Random) -> Prompt:
+        color, shape = rng.choice(list(COLORS)), rng.choice(SHAPES)
+        ref = self._store.put(draw(color, shape, rng))
+        image = span(ref, COLOR_LAYOUT, offset=len(self._opening) + 1)
+        ids = [
+            *self._opening,
+            _COLOR_ID["<vision_start>"],
+            *[_COLOR_ID["<image>"]] * image.length,
+            _COLOR_ID["<vision_end>"],
+        ]
+        ids += [_COLOR_ID[word] for word in ("what", "color", "is", "the", shape, "?")]
+        return Prompt(f"{color} {image.hash[:12]}", ids, image)  # a unique name: no two drawings are equal
+
+    def answer(self, name: str) -> list[int]:
+        return [_COLOR_ID[name.partition(" ")[0]]]
+
+    def model_inputs(self, prompts: list[Prompt], model: Any) -> dict[str, Any]:
+        """Return the pixels of the prompts' images, and a mask of the tokens that stand for them."""
+        import torch
+
+        model.model.rope_deltas = None  # otherwise the model reuses the positions of the last call
+        # One packed row: with prompts of 12 tokens, the image at offset 2 of prompt 1 is at 12 + 2 = 14.
+        pixels = self._materializer.materialize(
+            [p.image.shifted(i * len(p.token_ids)) for i, p in enumerate(prompts) if p.image is not None],
+            [len(p.token_ids) for p in prompts],
+        )
+        ids = torch.tensor([p.token_ids for p in prompts])
+        return {
+            "pixel_values": torch.from_numpy(pixels.pixel_values),
+            "image_grid_thw": torch.from_numpy(pixels.image_grid_thw),
+            "mm_token_type_ids": (ids == _COLOR_ID["<image>"]).int(),
+        }
+
+
+def draw(color: str, shape: str, rng: random.Random) -> bytes:
+    """Draw a shape on grey noise. Returns a PNG."""
+    from PIL import Image, ImageDraw
+
+    noise = np.random.default_rng(rng.getrandbits(32)).integers(90, 150, (_SIDE, _SIDE, 3), dtype=np.uint8)
+    image = Image.fromarray(noise)
+    radius = rng.randint(_SIDE // 5, _SIDE // 3)
+    x, y = rng.randint(radius, _SIDE - radius), rng.randint(radius, _SIDE - radius)
+    box = (x - radius, y - radius, x + radius, y + radius)
+    pen = ImageDraw.Draw(image)
+    if shape == "square":
+        pen.rectangle(box, fill=COLORS[color])
+    elif shape == "circle":
+        pen.ellipse(box, fill=COLORS[color])
+    else:
+        pen.polygon([(x, y - radius), (x - radius, y + radius), (x + radius, y + radius)], fill=COLORS[color])
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+# ------------------------------------------------------------------ either
+
+
 def make_task(config: TaskConfig, folder: Path) -> Task:
     """Return the task of a run. Image tasks store their images in the run's folder."""
     if config.name == "reverse":
         return ReverseTask(config.letters, config.preamble)
-    from penstock.demo.color import ColorTask
-
     return ColorTask(folder, config.preamble)
 
 
@@ -139,10 +264,11 @@ def model_of(name: str) -> ModelConfig:
     """Return the tiny model that learns a task."""
     if name == "reverse":
         return ModelConfig(family="qwen3", config=dict(REVERSE_MODEL))
-    from penstock.demo.color import MODEL, PROCESSOR, ColorTask
-
     return ModelConfig(
-        family="qwen3_vl", config=dict(MODEL), image_processor=dict(PROCESSOR), never_sampled=tuple(ColorTask.banned)
+        family="qwen3_vl",
+        config=dict(COLOR_MODEL),
+        image_processor=dict(COLOR_PROCESSOR),
+        never_sampled=tuple(ColorTask.banned),
     )
 
 

@@ -24,8 +24,9 @@ from penstock.view.record import OF_SAMPLE as OF_SAMPLE
 from penstock.view.record import TABLE as TABLE
 from penstock.view.record import Record as Record
 from penstock.view.record import Skipped as Skipped
+from penstock.view.run_files import Metrics as Metrics
+from penstock.view.run_files import PlaneLines as PlaneLines
 from penstock.view.run_files import at_work as at_work
-from penstock.view.run_files import new_rows as new_rows
 from penstock.view.static_page import write_page as write_page
 from penstock.view.step_files import EveryKth as EveryKth
 from penstock.view.step_files import Everything as Everything
