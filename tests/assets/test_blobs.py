@@ -13,7 +13,7 @@ from penstock.assets import ObjectStore
 from penstock.assets.blobs import Blobs
 from penstock.assets.local_folder import LocalFolder
 from penstock.errors import ConfigError, CorruptAsset, StorageError
-from penstock.testing.stores import STORE_CHECKS
+from penstock.testing.checks import STORE_CHECKS
 
 by_name = pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
 

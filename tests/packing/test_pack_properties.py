@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from penstock.arrays import Ragged, Sample, Samples
 from penstock.arrays.ragged import arrays_in, copied, same_bits
 from penstock.packing import PackedStep, Packing, RankPlan, SampleMetadata, fill, pack_with
-from penstock.testing import reference_pack as reference
-from penstock.testing.packing import packable, packings
+from penstock.testing import reference_step as reference
+from penstock.testing.strategies import packable, packings
 from tests.packing.small_samples import batches_of
 
 steps = given(packable(), packings())

@@ -19,8 +19,8 @@ from penstock.arrays.shared_prefixes import SharedPrefixes
 from penstock.errors import InvalidInput
 from penstock.packing import Cost, MicroBatch, Packing, Plan, pack_with, plan
 from penstock.packing.bins import Items
-from penstock.testing import reference_pack as reference
-from penstock.testing.packing import branching, packable, packings, tree_packings
+from penstock.testing import reference_step as reference
+from penstock.testing.strategies import branching, packable, packings, tree_packings
 from tests.packing.small_samples import batches_of
 
 

@@ -25,7 +25,7 @@ from penstock.replay import (
     Uniform,
 )
 from penstock.replay.selector import Role, certain
-from penstock.testing.selectors import check_selector
+from penstock.testing.checks import check_selector
 
 ALL: list[Selector] = [
     Fifo(),

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.errors import ConfigError, WaitTimeout
 from penstock.replay import Fifo, Table, WindowedFifo
-from penstock.testing.selectors import check_selector
+from penstock.testing.checks import check_selector
 
 
 def test_it_conforms() -> None:

@@ -18,7 +18,7 @@ from penstock.assets import QWEN2_5_VL, QWEN3_VL, AssetStore, FromCallable, Layo
 from penstock.assets.decode import decode_rgb
 from penstock.assets.sources import path_of
 from penstock.errors import AssetError, ConfigError, CorruptAsset, IncompatibleAsset, InvalidInput, MissingAsset
-from penstock.testing.reference_images import draw_screenshot, reference_patches
+from penstock.testing.reference import draw_screenshot, reference_patches
 from penstock.train.materialize import Fail, MaskSample, Materializer, check_image_tokens, mask_segments, sum_metrics
 
 LAYOUT = Layout(

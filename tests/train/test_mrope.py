@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.arrays import ImageSpan
 from penstock.errors import InvalidInput
-from penstock.testing.reference_images import reference_positions
+from penstock.testing.reference import reference_positions
 from penstock.train.mrope import mrope_positions
 
 

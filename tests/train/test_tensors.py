@@ -10,8 +10,7 @@ from hypothesis import given, settings
 
 from penstock.arrays import Ragged, Sample
 from penstock.packing import Packing, pack, pack_with
-from penstock.testing.packing import packable
-from penstock.testing.strategies import OWN_COLUMNS
+from penstock.testing.strategies import OWN_COLUMNS, packable
 from penstock.train import to_torch
 
 torch = pytest.importorskip("torch")

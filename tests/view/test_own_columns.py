@@ -19,8 +19,7 @@ from penstock.client import Source
 from penstock.errors import ConfigError, CorruptFrame, InvalidInput
 from penstock.frames.codings import Profile
 from penstock.packing import MicroBatch, Packing, pack_with
-from penstock.testing.packing import packable
-from penstock.testing.strategies import OWN_COLUMNS, values_of
+from penstock.testing.strategies import OWN_COLUMNS, packable, values_of
 from penstock.view import Export, TokenExporter
 from penstock.view.diff import compare
 from penstock.view.jsonl import Jsonl

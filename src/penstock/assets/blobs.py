@@ -1,7 +1,7 @@
 """The interface for image storage: named, immutable blobs in a folder or an object store.
 
 Names are relative paths of plain ASCII components. An implementation of `Blobs` must pass the conformance suite in
-`penstock.testing.stores`. The asset store does not know where the bytes are.
+`penstock.testing.checks`. The asset store does not know where the bytes are.
 """
 
 from __future__ import annotations

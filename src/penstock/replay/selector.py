@@ -4,7 +4,7 @@
 builds one `Index` from it per role. The index holds the state and sees slots, never items. So one recipe may serve any
 number of tables, as sampler and as remover at once.
 
-To write your own, implement these two protocols and run `penstock.testing.selectors.check_selector` on it.
+To write your own, implement these two protocols and run `penstock.testing.checks.check_selector` on it.
 """
 
 from __future__ import annotations

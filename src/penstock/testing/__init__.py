@@ -12,9 +12,9 @@
 
 References do what a fast path does, in plain Python that is short enough to check by eye. Import them as modules:
 
-    reference            codings and samples                reference_pack       packing and forests
-    reference_convert    trajectories to samples            reference_table      the replay table
-    reference_images     patches and image positions        reference_loss       losses, token by token
+    reference            rollouts to samples, samples to bytes, images to patches
+    reference_step       packing, forests, and losses token by token
+    reference_table      the replay table
 
 Names are loaded when they are used: nothing here needs pytest, Hypothesis or torch until you import what needs it.
 """

@@ -14,7 +14,6 @@ Its modules:
     checker      `check`, `each_rank`, `Report`             samples      the probes: samples and steps
     reference    the model in float64, a sample at a time   simulated    a trainer in numpy, right or with a bug
     bugs*, fits  the catalogue of bugs                      judge        which bug predicts what was measured
-    measure      noise, measured and expected gradients
 """
 
 from penstock.lazy import exports_of
