@@ -11,7 +11,7 @@ import pytest
 from penstock.demo.processes import worker_environment
 from penstock.demo.screen import live_page
 from penstock.demo.tasks import COLOR, REVERSE, write_tokenizer
-from penstock.train.step_metrics import memory
+from penstock.train.metrics_sinks import memory
 from penstock.view.run_files import Metrics, PlaneLines, rows_since
 from penstock.view.vocabulary import open_vocabulary
 

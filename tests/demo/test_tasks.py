@@ -23,7 +23,7 @@ from penstock.demo.tasks import EOS, PAD, REVERSE, Prompt, ReverseTask, make_tas
 from penstock.packing import pack
 from penstock.train.logits import token_logprobs
 from penstock.train.model import build_model, forward
-from penstock.train.run_config import PACKED_IMAGES, TaskConfig
+from penstock.train.run_config import PACKED_IMAGES, TaskConfig, image_processor
 from penstock.train.tensors import to_torch
 
 
@@ -75,7 +75,7 @@ def test_trainer_logprobs_equal_sampler_logprobs_at_the_same_weights(name: str, 
             from penstock.assets import AssetStore
             from penstock.train.vision import Vision
 
-            vision = Vision(model, config, AssetStore(tmp_path / "assets"))
+            vision = Vision(model, image_processor(config), AssetStore(tmp_path / "assets"))
             extra = vision.inputs(batch, tensors)
             model.model.rope_deltas = None  # the sampler's
             vision.close()

@@ -11,8 +11,8 @@ import pytest
 from penstock.errors import InvalidInput
 from penstock.packing.accounting import Denominators
 from penstock.train.materialize import mask_segments
-from penstock.train.mrope import mrope_positions
 from penstock.train.tensors import checked_lengths
+from penstock.train.vision import mrope_positions
 
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
@@ -20,8 +20,7 @@ torch.set_num_threads(1)
 from penstock.train.attention import buckets_of, packed_attention  # noqa: E402
 from penstock.train.logits import starts_of, token_logprobs  # noqa: E402
 from penstock.train.loss import Dppo, Sft  # noqa: E402
-from penstock.train.step_metrics import Sums  # noqa: E402
-from penstock.train.terms import Terms  # noqa: E402
+from penstock.train.terms import Sums, Terms  # noqa: E402
 
 TAKERS: dict[str, Callable[[Any], Any]] = {
     "token_logprobs": lambda lengths: token_logprobs(torch.zeros(1, 5, 7), torch.zeros(5).long(), lengths),

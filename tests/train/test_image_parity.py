@@ -15,7 +15,7 @@ from penstock.arrays import ImageSpan
 from penstock.assets import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, Layout
 from penstock.assets.decode import decode_rgb
 from penstock.testing.reference import draw_screenshot
-from penstock.train.mrope import mrope_positions
+from penstock.train.vision import mrope_positions
 
 pytestmark = [
     pytest.mark.deep,

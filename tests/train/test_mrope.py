@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.arrays import ImageSpan
 from penstock.errors import InvalidInput
 from penstock.testing.reference import reference_positions
-from penstock.train.mrope import mrope_positions
+from penstock.train.vision import mrope_positions
 
 
 def image(offset: int, grid: tuple[int, int, int], merge: int = 2) -> ImageSpan:

@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 
 from penstock import Sample, pack, to_torch  # noqa: E402
 from penstock.train.loss import ByMode  # noqa: E402
-from penstock.train.step_metrics import Sums, packed  # noqa: E402
+from penstock.train.metrics_sinks import packed  # noqa: E402
+from penstock.train.terms import Sums  # noqa: E402
 from tests.support.groups import named_group  # noqa: E402
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, InvalidInput
 from penstock.packing.forest import Forest, grow
-from penstock.train import tree_attention as fast
+from penstock.train import attention as fast
 from penstock.train.attention import packed_attention
 from penstock.train.model import build_model, check_trees
 from penstock.train.run_config import ModelConfig

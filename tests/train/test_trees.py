@@ -22,7 +22,7 @@ from penstock.packing import MicroBatch, PackedStep, pack
 from penstock.train import ByMode, TeacherKl, kept_of, reverse_kl, to_torch, token_logprobs, topk_kl
 from penstock.train.logits import predictions_of
 from penstock.train.model import build_model, forward
-from penstock.train.run_config import PACKED_IMAGES, ModelConfig
+from penstock.train.run_config import PACKED_IMAGES, ModelConfig, image_processor
 from penstock.train.vision import Vision
 from tests.train.ranks import run_ranks
 from tests.train.test_attention import FAMILIES
@@ -296,7 +296,7 @@ def test_images_of_a_forest_are_materialized_once_and_train_as_in_plain_rows(tmp
     task, config = ColorTask(tmp_path), model_of("color")
     samples = image_samples(task)
     model = in_double(config)
-    vision = Vision(model, config, AssetStore(tmp_path / "assets"))
+    vision = Vision(model, image_processor(config), AssetStore(tmp_path / "assets"))
     found, rows = [], []
     for trees in (False, True):
         step = packed(samples, trees=trees, packed_images=PACKED_IMAGES, seq_len=128, micro_batch_max_tokens=1024)

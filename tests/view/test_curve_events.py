@@ -16,7 +16,7 @@ import penstock as ps
 from penstock.log import RunEvent, is_alive, is_gone, pid_space, reading, run_events_of
 from penstock.log import pids as pids_module
 from penstock.view import Export, TokenExporter, note_death
-from penstock.view.curve_events import Noted, PlaneNotes, of_exports, plane_state
+from penstock.view.history import Noted, PlaneNotes, of_exports, plane_state
 from penstock.view.library import Library
 from tests.support.exports import make_export
 from tests.support.postgres_server import PostgresServer

@@ -15,9 +15,8 @@ import pytest
 from penstock.view import Export
 from penstock.view.access import cookie_name
 from penstock.view.library import Library, is_run_folder, runs_of
-from penstock.view.live import Watch, parse_read
 from penstock.view.run_files import RunState, as_columns, at_work, rows_since, state_of
-from penstock.view.web import serving
+from penstock.view.web import Watch, parse_read, serving
 from tests.support.exports import make_export
 
 

@@ -13,8 +13,7 @@ import penstock as ps
 from penstock.view import Export, note_death
 from penstock.view.library import Library, run_folders
 from penstock.view.run_files import at_work
-from penstock.view.runs_table import runs_table
-from penstock.view.web import serving
+from penstock.view.web import runs_table, serving
 from tests.support.browser import wait_until
 from tests.support.exports import make_export
 from tests.view.run_pages import address, metrics, write_lines

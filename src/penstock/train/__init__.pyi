@@ -27,7 +27,6 @@ from penstock.train.model import check_trees as check_trees
 from penstock.train.model import check_vocabulary as check_vocabulary
 from penstock.train.model import forward as forward
 from penstock.train.model import row_logprobs as row_logprobs
-from penstock.train.mrope import mrope_positions as mrope_positions
 from penstock.train.run_config import PACKED_IMAGES as PACKED_IMAGES
 from penstock.train.run_config import LossConfig as LossConfig
 from penstock.train.run_config import ModelConfig as ModelConfig
@@ -37,13 +36,14 @@ from penstock.train.run_config import image_processor as image_processor
 from penstock.train.run_config import is_vision as is_vision
 from penstock.train.run_config import load as load
 from penstock.train.run_config import template as template
-from penstock.train.step_metrics import Sums as Sums
 from penstock.train.teacher_kl import TeacherKl as TeacherKl
 from penstock.train.teacher_kl import forward_kl as forward_kl
 from penstock.train.teacher_kl import kl_to_teacher as kl_to_teacher
 from penstock.train.teacher_kl import reverse_kl as reverse_kl
 from penstock.train.teacher_kl import topk_kl as topk_kl
 from penstock.train.tensors import to_torch as to_torch
+from penstock.train.terms import Sums as Sums
 from penstock.train.terms import Terms as Terms
 from penstock.train.trainer import Observer as Observer
 from penstock.train.trainer import train as train
+from penstock.train.vision import mrope_positions as mrope_positions

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,6 +17,7 @@ from typing import Any, Protocol
 
 from penstock.errors import MissingExtra
 from penstock.extras import install
+from penstock.packing import Accounting
 from penstock.server import MetricsPage, expose
 
 
@@ -132,3 +135,41 @@ def check_installed(extra: list[str]) -> None:
     for name in extra:
         if find_spec(name) is None:
             raise MissingExtra(f"metrics: {name!r} is not installed; {install(name)}")
+
+
+# ------------------------------------------------------------------ of packing and of this process
+
+
+def packed(accounting: Accounting, rank: int) -> dict[str, float]:
+    """Return packing counts of one rank (`local`) and of all ranks (`total`)."""
+    found: dict[str, float] = {}
+    for scope, counts in (("local", accounting.ranks[rank]), ("total", accounting.total)):
+        for name in ("tokens", "loss_tokens", "samples", "micro_batches", "max_micro_batch_tokens"):
+            found[f"pack/{scope}_{name}"] = getattr(counts, name)
+    return found | {
+        "pack/micro_batch_max_tokens": accounting.micro_batch_max_tokens,
+        "pack/over_cap": accounting.over_cap,
+        "pack/truncated_tokens": accounting.truncated_tokens,
+    }
+
+
+def memory() -> dict[str, float]:
+    """Return the resident bytes of this process and the peak bytes of its device, without those that are unknown."""
+    found = {"perf/memory_bytes": resident_bytes()}
+    import torch
+
+    if torch.cuda.is_available():
+        found["perf/device_bytes"] = float(torch.cuda.max_memory_allocated())
+    return {name: value for name, value in found.items() if value}
+
+
+def resident_bytes() -> float:
+    """Return the resident bytes now, or the peak on systems without /proc."""
+    try:
+        with Path("/proc/self/statm").open(encoding="ascii") as file:
+            return float(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        import resource
+
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return float(most if sys.platform == "darwin" else most * 1024)

@@ -21,11 +21,10 @@ except ImportError as error:
 from penstock.arrays import TOPK, Ragged, arrays_in
 from penstock.errors import ConfigError, InvalidInput
 from penstock.packing import MicroBatch, grow, positions_of
-from penstock.train.attention import buckets_of, register_attention, without_masks
+from penstock.train.attention import buckets_of, register_attention, tree_of, without_masks
 from penstock.train.logits import kept_of, predictions_of, token_logprobs
 from penstock.train.run_config import ModelConfig
 from penstock.train.tensors import FOREST
-from penstock.train.tree_attention import tree_of
 
 ID_COLUMNS = ("token_ids", "sampling_mask", TOPK[0])
 """Columns that hold vocabulary ids. Columns of named teachers start with the last of these."""

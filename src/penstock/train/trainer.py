@@ -2,7 +2,8 @@
 
 Runs one optimizer step per step of the plane. Gradients of all micro-batches are summed and divided by the step's
 global count of trained tokens, so any packing and any number of ranks gives the same update. The checkpoint stores the
-step number, which is the data cursor: on resume the trainer asks the plane for the step after it.
+step number, which is the data cursor: on resume the trainer asks the plane for the step after it. With `fake` in the
+configuration, synthetic steps take the place of a plane, to time the trainer alone.
 """
 
 from __future__ import annotations
@@ -10,11 +11,31 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
+
+import numpy as np
+
+from penstock.arrays import Sample
+from penstock.assets import AssetStore
+from penstock.client import Source, Step, connect
+from penstock.errors import ConfigError
+from penstock.packing import MicroBatch, RankPlan, fill, pack
+from penstock.replay import Prioritized
+from penstock.train import checkpoint
+from penstock.train.agreement import agree
+from penstock.train.checkpoint import Weights
+from penstock.train.loss import ByMode, Dppo, Grpo, Ipo, Loss
+from penstock.train.materialize import MaskSample
+from penstock.train.metrics_sinks import MetricsFile, memory, packed
+from penstock.train.model import build_model, check_packing, check_trees, check_vocabulary, row_logprobs
+from penstock.train.run_config import LossConfig, TrainConfig, image_processor
+from penstock.train.tensors import to_torch
+from penstock.train.terms import Sums, Terms
+from penstock.train.vision import Vision, check_placeholders
 
 try:
     import torch
@@ -23,25 +44,6 @@ except ImportError as error:
     from penstock.extras import missing
 
     raise missing("penstock.train.trainer", error) from None
-
-from penstock.assets import AssetStore
-from penstock.client import Source, Step, connect
-from penstock.errors import ConfigError
-from penstock.packing import MicroBatch
-from penstock.replay import Prioritized
-from penstock.train import checkpoint
-from penstock.train.agreement import agree
-from penstock.train.checkpoint import Weights
-from penstock.train.fake import FakeSource
-from penstock.train.loss import ByMode, Dppo, Grpo, Ipo, Loss
-from penstock.train.materialize import MaskSample
-from penstock.train.metrics_sinks import MetricsFile
-from penstock.train.model import build_model, check_packing, check_trees, check_vocabulary, row_logprobs
-from penstock.train.run_config import LossConfig, TrainConfig
-from penstock.train.step_metrics import Sums, memory, packed
-from penstock.train.tensors import to_torch
-from penstock.train.terms import Terms
-from penstock.train.vision import Vision, check_placeholders
 
 _RECENT = 10
 """Steps over which the reward is averaged and compared with the target."""
@@ -136,7 +138,7 @@ class Trainer:
             images = config.images
             store = AssetStore(images.folder or self.folder / "assets", run=images.run)
             policy = None if images.max_masked is None else MaskSample(max_fraction=images.max_masked)
-            self._vision = Vision(self.model, config.model, store, policy)
+            self._vision = Vision(self.model, image_processor(config.model), store, policy)
         self._loss = loss_of(config.loss)
         self._weights = Weights(self.folder / "weights")
         self._metrics_file = None
@@ -292,3 +294,60 @@ def _shard(model: Any, ranks: int) -> None:
     for layer in inner.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+
+# ------------------------------------------------------------------ without a plane
+
+
+class FakeSource:
+    """A stand-in for `Source`. Every step has `micro_batches` of `batch_size` full-length samples."""
+
+    def __init__(self, config: TrainConfig, rank: int, vocabulary: int) -> None:
+        assert config.fake is not None
+        self._config, self._rank, self._vocabulary = config, rank, vocabulary
+        self._number = 0
+
+    def step(self, number: int | None = None, *, timeout: float | None = None) -> Step:  # noqa: ARG002
+        self._number += 1
+        fake, length = self._config.fake, self._config.packing.seq_len
+        assert fake is not None
+        rng = np.random.default_rng([self._config.seed, self._number])
+        samples = [
+            self._sample(rng, f"fake-{self._number}/{i}", length)
+            for i in range(fake.batch_size * fake.micro_batches * self._config.ranks)
+        ]
+        step = pack(
+            samples,
+            ranks=self._config.ranks,
+            seq_len=length,
+            micro_batch_max_tokens=fake.batch_size * length,
+            long_rows=True,
+        )
+        rank_plan: RankPlan = step.ranks[self._rank].rank_plan
+        return Step(self._number, "", rank_plan, fill(step.ranks[self._rank].all_samples, rank_plan))
+
+    def _sample(self, rng: np.random.Generator, name: str, length: int) -> Sample:
+        mask = np.arange(length) >= max(1, length // 4)
+        return Sample(
+            id=name,
+            token_ids=rng.integers(0, self._vocabulary, length),
+            loss_mask=mask,
+            logprobs=np.where(mask, -1.0, 0.0),
+            advantages=float(rng.normal()),
+            rewards=0.0,
+        )
+
+    def commit(self, step: Step, *, policy_version: int | None = None) -> None:
+        """Does nothing: there is no plane."""
+
+    def report(self, step: Step, *, priorities: Mapping[str, float] | None = None) -> None:
+        """Does nothing: there is no plane."""
+
+    def flush(self) -> None:
+        return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None

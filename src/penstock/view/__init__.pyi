@@ -1,10 +1,10 @@
 from penstock.view.access import new_token as new_token
-from penstock.view.curve_events import note_death as note_death
 from penstock.view.diff import Difference as Difference
 from penstock.view.diff import compare as compare
 from penstock.view.export import NoExport as NoExport
 from penstock.view.export import TokenExporter as TokenExporter
 from penstock.view.folders import EXPORTS as EXPORTS
+from penstock.view.history import note_death as note_death
 from penstock.view.library import Library as Library
 from penstock.view.library import is_run_folder as is_run_folder
 from penstock.view.library import run_folders as run_folders
@@ -16,7 +16,6 @@ from penstock.view.plot_step import Timing as Timing
 from penstock.view.plot_step import draw as draw
 from penstock.view.plot_step import picture as picture
 from penstock.view.plot_step import timing_of as timing_of
-from penstock.view.readable_step import Step as Step
 from penstock.view.reader import Export as Export
 from penstock.view.reader import StepFolder as StepFolder
 from penstock.view.reader import read_file as read_file
@@ -24,6 +23,7 @@ from penstock.view.record import OF_SAMPLE as OF_SAMPLE
 from penstock.view.record import TABLE as TABLE
 from penstock.view.record import Record as Record
 from penstock.view.record import Skipped as Skipped
+from penstock.view.record import Step as Step
 from penstock.view.run_files import Metrics as Metrics
 from penstock.view.run_files import PlaneLines as PlaneLines
 from penstock.view.run_files import at_work as at_work

@@ -16,9 +16,8 @@ import numpy as np
 
 from penstock.arrays import Array, Ragged
 from penstock.errors import InvalidInput
-from penstock.view.readable_step import Step
 from penstock.view.reader import Export
-from penstock.view.record import OF_SAMPLE, TABLE, ExportColumn, Record
+from penstock.view.record import OF_SAMPLE, TABLE, ExportColumn, Record, Step
 
 _FIELDS = ("staleness", *(name for name in OF_SAMPLE if name not in ("sample_id", "run_id")))
 """Compared if all tokens are equal. Without the id, which pairs samples, and the run, whose name may differ."""

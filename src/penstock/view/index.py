@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import UnknownKey
-from penstock.view.readable_step import ReadLine, Step
-from penstock.view.record import OF_SAMPLE, Record, Skipped
+from penstock.view.record import OF_SAMPLE, ReadLine, Record, Skipped, Step
 from penstock.view.step_tokens import StepTokens, disagreement
 from penstock.view.tallies import Tally, reward_of, trains
 

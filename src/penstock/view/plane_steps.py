@@ -37,8 +37,7 @@ from penstock.runs import (
 )
 from penstock.view.batch_records import BatchCopy
 from penstock.view.jsonl import encode_line
-from penstock.view.readable_step import ReadLine, Step
-from penstock.view.record import Record, Skipped, place_fields
+from penstock.view.record import ReadLine, Record, Skipped, Step, place_fields
 from penstock.view.tallies import moments_of
 
 logger = logging.getLogger("penstock.view")

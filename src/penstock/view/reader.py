@@ -30,8 +30,7 @@ from penstock.view.folders import (
 )
 from penstock.view.jsonl import MalformedLine, encode_line, parse_line
 from penstock.view.plane_steps import EVALUATION, PlaneStep, PlaneSteps, evaluation_steps
-from penstock.view.readable_step import ReadLine, Step
-from penstock.view.record import Record, Skipped
+from penstock.view.record import ReadLine, Record, Skipped, Step
 
 MAX_LINE_BYTES = 1 << 30
 """Longer lines are skipped unread. 5 million tokens take about half of it."""

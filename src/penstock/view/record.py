@@ -1,23 +1,28 @@
-"""The record of one trained sequence: fields about it, and one array per column along its tokens.
+"""The record of one trained sequence: fields about it, and one array per column along its tokens. Steps of records.
 
 Inputs are the table of `arrays/columns.py`, results are the attributes of `Terms`. Writers, readers, the comparison of
-runs and the viewer loop over both, so a column added there is exported, read back,
-shown and compared. So are a run's own columns, which the record describes in its field `columns`. Columns marked
-required are in every record, null where they do not apply. The others are present if the batch or the loss has them.
+runs and the viewer loop over both, so a column added there is exported, read back, shown and compared. So are a run's
+own columns, which the record describes in its field `columns`. Columns marked required are in every record, null where
+they do not apply. The others are present if the batch or the loss has them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arrays import COLUMNS as GIVEN
 from penstock.arrays import TOKEN_COLUMNS, Array, Cells, Column, Ragged, check_name
+
+if TYPE_CHECKING:
+    from penstock.view.folders import Done
 
 SCHEMA_VERSION = 1
 _REASONS_KEPT = 5
@@ -246,3 +251,53 @@ class Skipped:
         self.lines += 1
         if len(self.reasons) < _REASONS_KEPT:
             self.reasons.append(f"{where}: {why}"[:300])
+
+
+# ------------------------------------------------------------------ steps
+
+
+ReadLine: TypeAlias = Callable[[], bytes]
+"""Reads a record's line of strict JSON again."""
+
+
+class Step(ABC):
+    """A readable step."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def number(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def run(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def path(self) -> Path: ...
+
+    @property
+    @abstractmethod
+    def stamp(self) -> int:
+        """Changes when the step is written again."""
+
+    @abstractmethod
+    def lines(self, skipped: Skipped) -> Iterator[tuple[ReadLine, Record]]:
+        """Yield all records, each with a function that reads its line again."""
+
+    def records(self, skipped: Skipped | None = None) -> Iterator[Record]:
+        """Yield all records."""
+        return (record for _, record in self.lines(skipped or Skipped()))
+
+    def done(self) -> dict[int, Done]:
+        """Return the ranks' markers, of the attempt that finished. Empty if no rank wrote the step."""
+        return {}
+
+    def files(self) -> dict[int, Path]:
+        """Return the ranks' files. Empty if no rank wrote the step."""
+        return {}
+
+    def altered(self) -> list[str]:
+        """List files that are not what their rank wrote, or are gone. Frames have checksums of their own."""
+        return []
