@@ -19,7 +19,7 @@ from penstock.frames.metadata import check_group, metadata_of_pieces
 from penstock.integrations.formats.file_formats import convert_files
 from penstock.integrations.formats.file_or_stream import Lost, Place
 from penstock.integrations.formats.responses import to_trajectory
-from penstock.integrations.formats.sample_lines import read_lines, write_lines
+from penstock.integrations.formats.sample_files import read_lines, write_lines
 from penstock.integrations.trainers.trl_samples import from_trl, rollout_fields
 from penstock.plane.manifest import GroupSummaries
 from penstock.view import Export, TokenExporter

@@ -13,8 +13,8 @@ import pytest
 
 from penstock.convert import make_group
 from penstock.errors import InvalidInput
-from penstock.integrations.formats.agent_lightning import from_agent_lightning
 from penstock.integrations.formats.file_formats import convert_files
+from penstock.integrations.formats.trajectory_files import from_agent_lightning
 
 
 def request(prompt: list[int], ids: list[int], **more: Any) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from penstock.errors import InvalidInput
-from penstock.integrations.formats.atif import from_atif
 from penstock.integrations.formats.file_formats import convert_files, read_samples
 from penstock.integrations.formats.file_or_stream import Lost
+from penstock.integrations.formats.trajectory_files import from_atif
 
 
 def agent(number: int, prompt: list[int], said: list[int], **more: Any) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from penstock.integrations.environments.nemo_gym_sink import (
     put_group,
     trajectory_of,
 )
-from penstock.integrations.formats.atif import from_atif
+from penstock.integrations.formats.trajectory_files import from_atif
 from tests.integrations.test_atif_files import trajectory
 
 

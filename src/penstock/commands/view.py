@@ -81,7 +81,7 @@ def export_file(word: str, folder: Path) -> Path:
     """Export the first samples of a file as one step, and return the export's folder."""
     from penstock.integrations.formats.file_formats import read_samples
     from penstock.integrations.formats.file_or_stream import Lost
-    from penstock.integrations.formats.sample_tables import own_columns_of
+    from penstock.integrations.formats.sample_files import own_columns_of
 
     lost, exported = Lost(), folder / Path(word).stem
     rows = read_samples(word, lost)

@@ -39,8 +39,8 @@ from penstock.log import (
     typed_errors,
 )
 from penstock.plane import OWN, Manifest, put_key, summary_of
-from penstock.runs.lost_frames import LIMITS, LostFrame, Progress, frames_of, metadata_of_frame, no_progress
 from penstock.runs.recovery import ASIDE, BUILDING, Plan
+from penstock.runs.storage_check import LIMITS, LostFrame, Progress, frames_of, metadata_of_frame, no_progress
 from penstock.storage import (
     Custody,
     KeptStorage,

@@ -21,8 +21,7 @@ from pathlib import Path
 from penstock.errors import Conflict, InvalidInput
 from penstock.frames import MAGIC
 from penstock.log import LOG, AdmitGroup, GroupRow, State, is_run, own, reading, release
-from penstock.runs.lost_frames import LostFrame, Progress, Source, Survey, no_progress, survey
-from penstock.runs.storage_check import sources_of
+from penstock.runs.storage_check import LostFrame, Progress, Source, Survey, no_progress, sources_of, survey
 from penstock.runs.stored_run import LogView, StoredRun, find_damage, look_at, refuse_old
 from penstock.storage import FolderStorage, Gone, KeptStorage, Part, file_part, holds_data, is_object_url, open_storage
 

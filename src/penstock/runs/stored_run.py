@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import xxhash
 
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.frames import GroupMetadata
@@ -26,7 +27,6 @@ from penstock.log import (
     reading,
     url_of,
 )
-from penstock.runs.lost_frames import rollouts_digest
 from penstock.storage import (
     KeptStorage,
     Location,
@@ -138,6 +138,11 @@ class StoredRun:
         elif seen is not None and seen.commits > log.commits:
             found["witness"] = f"ahead: {seen.commits} transactions; the log has {log.commits}: it lacks decisions"
         return found
+
+
+def rollouts_digest(metadata: GroupMetadata) -> bytes:
+    """Return `LostFrame.rollouts` of a group."""
+    return xxhash.xxh3_128_digest(msgspec.msgpack.encode((metadata.ids, metadata.lengths, metadata.loss_tokens)))
 
 
 def look_at(folder: str | Path, storage: str | Path | None = None) -> StoredRun:

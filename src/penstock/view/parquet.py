@@ -10,7 +10,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -92,7 +92,7 @@ def schema(own: Iterable[ExportColumn] = (), *, with_images: bool = False) -> pa
     pa = _arrow()
     of_python = {int: pa.int64(), str: pa.string()}
     fields = [pa.field(name, of_python.get(kind, pa.string())) for name, kind in FIELDS.items()]
-    fields += [pa.field(column.name, _list_of(column)) for column in (*TABLE, *own)]
+    fields += [pa.field(column.name, list_type(column.dtypes[-1], column.depth)) for column in (*TABLE, *own)]
     if with_images:
         fields.append(pa.field("image_bytes", pa.list_(pa.binary())))
     return pa.schema(fields)
@@ -177,34 +177,39 @@ def _batch(
         if name in _TEXT:
             values = [None if value is None else json.dumps(value) for value in values]
         arrays.append(pa.array(values, layout.field(name).type))
-    arrays += [_lists(records, column) for column in (*TABLE, *own.values())]
+    for column in (*TABLE, *own.values()):
+        found = [record.columns.get(column.name) for record in records]
+        arrays.append(list_array(found, column.dtypes[-1], column.depth, nan_is_null=True))
     if inline is not None:
         arrays.append(pa.array(inline, layout.field("image_bytes").type))
     return pa.record_batch(arrays, schema=layout)
 
 
-def _list_of(column: ExportColumn) -> pa.DataType:
+def list_type(dtype: str, depth: int) -> pa.DataType:
     """Return the type of a column: a list along the tokens. Inner lists have 64-bit offsets, for many values."""
     pa = _arrow()
-    kind = pa.from_numpy_dtype(np.dtype(column.dtypes[-1]))
-    for _ in range(column.depth):
+    kind = pa.from_numpy_dtype(np.dtype(dtype))
+    for _ in range(depth):
         kind = pa.large_list(kind)
     return pa.list_(kind)
 
 
-def _lists(records: list[Record], column: ExportColumn) -> pa.ListArray:
-    """Join one column of all records: one buffer of values, and offsets. NaN becomes null, absent a null list."""
+def list_array(found: Sequence[Cells | None], dtype: str, depth: int, *, nan_is_null: bool) -> pa.ListArray:
+    """Join one column of all rows: one buffer of values, and offsets. A row without the column is a null list.
+
+    [T=2, layers=3, k=1] becomes lists of 2, of 3 each, of 1 each: offsets are built from the innermost depth outwards.
+    """
     pa = _arrow()
-    found = [record.columns.get(column.name) for record in records]
-    given = [one for one in found if one is not None]
-    leaf = np.dtype(column.dtypes[-1])
-    joined = _joined([one.values if column.ragged else one.reshape(-1) for one in given], leaf)
-    missing = ~np.isfinite(joined) if column.kind == "float" else None
-    values: Any = pa.array(joined, pa.from_numpy_dtype(leaf), mask=missing)
-    for depth in range(column.depth, 0, -1):
-        sizes = [one.lengths if column.ragged else _sizes(one, depth) for one in given]
+    given = [one if isinstance(one, Ragged) else np.atleast_1d(one) for one in found if one is not None]
+    leaf = np.dtype(dtype)
+    flat = _joined([one.values if isinstance(one, Ragged) else one.reshape(-1) for one in given], leaf)
+    missing = ~np.isfinite(flat) if nan_is_null and leaf.kind == "f" else None
+    values: Any = pa.array(flat, pa.from_numpy_dtype(leaf), mask=missing)
+    for level in range(depth, 0, -1):
+        sizes = [one.lengths if isinstance(one, Ragged) else _sizes(one, level) for one in given]
         values = pa.LargeListArray.from_arrays(pa.array(offsets_of(_joined(sizes, np.dtype(np.int64)))), values)
-    lengths = [0 if one is None else len(one) for one in found]
+    counts = iter(given)
+    lengths = [0 if one is None else len(next(counts)) for one in found]
     absent = pa.array([one is None for one in found], pa.bool_())
     return pa.ListArray.from_arrays(pa.array(offsets_of(lengths), pa.int32()), values, mask=absent)
 

@@ -41,7 +41,7 @@ from penstock.integrations.environments.verifiers_env import (
     model_context,
     tasks_of,
 )
-from penstock.integrations.formats.verifiers_traces import SAMPLE
+from penstock.integrations.formats.trajectory_files import SAMPLE
 
 __all__ = ["SAMPLE", "TRACES_FILE", "Environment", "Rollouts", "Tally"]
 

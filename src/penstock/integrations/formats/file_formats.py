@@ -16,9 +16,6 @@ from penstock.arrays import Own, Sample
 from penstock.convert import Rollouts, advantage_named
 from penstock.errors import InvalidInput
 from penstock.frames import MAGIC, by_group
-from penstock.integrations.formats.agent_lightning import read_agent_lightning
-from penstock.integrations.formats.atif import MARK as ATIF_MARK
-from penstock.integrations.formats.atif import read_atif
 from penstock.integrations.formats.file_or_stream import Lost, Options, Place
 from penstock.integrations.formats.penstock_files import (
     read_export,
@@ -28,10 +25,17 @@ from penstock.integrations.formats.penstock_files import (
 )
 from penstock.integrations.formats.prime_rl_batches import read_prime_rl, write_prime_rl
 from penstock.integrations.formats.responses import one_number
-from penstock.integrations.formats.sample_lines import read_lines, write_lines
-from penstock.integrations.formats.sample_tables import ROWS, columns_of, own_columns_of, read_table, write_table
+from penstock.integrations.formats.sample_files import (
+    ROWS,
+    columns_of,
+    own_columns_of,
+    read_lines,
+    read_table,
+    write_lines,
+    write_table,
+)
 from penstock.integrations.formats.slime_samples import read_slime, write_slime
-from penstock.integrations.formats.verifiers_traces import read_traces
+from penstock.integrations.formats.trajectory_files import ATIF_MARK, read_agent_lightning, read_atif, read_traces
 from penstock.integrations.formats.verl_tensors import read_verl, write_verl
 from penstock.integrations.trainers.trl_samples import read_trl, write_trl
 from penstock.view import plane_of
