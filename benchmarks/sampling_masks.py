@@ -16,8 +16,7 @@ import torch
 from penstock.arrays import Sample
 from penstock.capture import Trajectory
 from penstock.convert import make_group
-from penstock.demo.roles import answer_turn
-from penstock.demo.sampler import sample
+from penstock.demo.roles import answer_turn, sample
 from penstock.demo.tasks import Task, make_task, model_of
 from penstock.packing import PackedStep, pack
 from penstock.train import TaskConfig, build_model, forward, kept_of, measure_gap, to_torch, token_logprobs

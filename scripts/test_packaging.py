@@ -38,7 +38,7 @@ NEEDS_EXTRAS = tuple(
     f"penstock.{name}" for name in ("assets", "cli", "commands", "demo", "integrations", "train", "view")
 )
 SMOKE = {
-    "torch": "import penstock.train.loss, penstock.train.agreement, penstock as ps; ps.to_torch",
+    "torch": "import penstock.train.loss, penstock.train.rank_steps, penstock as ps; ps.to_torch",
     "images": "import penstock.assets.decode, penstock.assets.object_store",
     "view": "import penstock.view.web, penstock.view.jsonl",
     "parquet": "import penstock.view.parquet",

@@ -81,7 +81,7 @@ ROLLOUTS = ["rollouts", "verifiers", "x", "--plane=ipc:///tmp/nobody"]
     [
         ("torch", TO_TORCH, "ps.to_torch: needs torch; pip install 'penstock-rl[torch]'"),
         ("torch", "import penstock.train.loss", "penstock.train.loss: needs torch; pip install 'penstock-rl[torch]'"),
-        ("torch", "from penstock.train.agreement import agree", "pip install 'penstock-rl[torch]'"),
+        ("torch", "from penstock.train.rank_steps import agree", "pip install 'penstock-rl[torch]'"),
         ("hypothesis", "import penstock.testing.strategies", "needs hypothesis; pip install 'penstock-rl[testing]'"),
         ("PIL", COMMAND.format(["bench", "assets"]), "penstock bench: needs PIL; pip install 'penstock-rl[images]'"),
         (

@@ -22,7 +22,7 @@ from penstock.commands import doctor, inspect, serve, top
 from penstock.config import Given
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.plane.settings import server_settings
-from penstock.runs.read_log import read_run
+from penstock.runs.run_log import read_run
 from penstock.server.plane_process import PlaneProcess
 from tests.support.plane_processes import SMALL
 

@@ -15,7 +15,7 @@ import penstock as ps
 from penstock.cli import main
 from penstock.errors import InvalidInput
 from penstock.integrations.formats.file_formats import FORMATS, convert_files, format_to_read, format_to_write
-from penstock.integrations.formats.file_or_stream import Options, Place
+from penstock.integrations.formats.shared import Options, Place
 from tests.support.exports import make_export
 
 COLUMNS: dict[str, Any] = {"loss_mask": [0, 1, 1], "logprobs": [0, -0.5, -0.25]}

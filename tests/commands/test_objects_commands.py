@@ -13,8 +13,8 @@ import penstock as ps
 from penstock.cli import main
 from penstock.errors import Conflict
 from penstock.frames import encode
-from penstock.runs.read_log import read_stored
 from penstock.runs.recorded_run import RecordedRun
+from penstock.runs.run_log import read_stored
 from penstock.storage import ObjectStorage, parse_location
 from penstock.storage.interface import new_segment_name
 from penstock.storage.object_requests import run

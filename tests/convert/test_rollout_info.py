@@ -17,10 +17,9 @@ from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames import encode_group
 from penstock.frames.metadata import check_group, metadata_of_pieces
 from penstock.integrations.formats.file_formats import convert_files
-from penstock.integrations.formats.file_or_stream import Lost, Place
-from penstock.integrations.formats.responses import to_trajectory
 from penstock.integrations.formats.sample_files import read_lines, write_lines
-from penstock.integrations.trainers.trl_samples import from_trl, rollout_fields
+from penstock.integrations.formats.shared import Lost, Place, to_trajectory
+from penstock.integrations.trainers.trl_rollouts import from_trl, rollout_fields
 from penstock.plane.manifest import GroupSummaries
 from penstock.view import Export, TokenExporter
 from tests.support.exports import terms_of

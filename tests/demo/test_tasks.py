@@ -16,8 +16,7 @@ from penstock.arrays import Samples
 from penstock.capture import Trajectory, Turn
 from penstock.convert import make_group
 from penstock.demo.launch import Progress
-from penstock.demo.roles import life_name
-from penstock.demo.sampler import sample
+from penstock.demo.roles import life_name, sample
 from penstock.demo.screen import page, screen, sparkline
 from penstock.demo.tasks import EOS, PAD, REVERSE, Prompt, ReverseTask, make_task, model_of
 from penstock.packing import pack

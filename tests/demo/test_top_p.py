@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 
 from benchmarks.sampling_masks import measure  # noqa: E402
 from penstock.cli import main  # noqa: E402
-from penstock.demo.sampler import nucleus  # noqa: E402
+from penstock.demo.roles import nucleus  # noqa: E402
 
 
 @pytest.mark.deep

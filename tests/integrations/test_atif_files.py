@@ -11,7 +11,7 @@ import pytest
 
 from penstock.errors import InvalidInput
 from penstock.integrations.formats.file_formats import convert_files, read_samples
-from penstock.integrations.formats.file_or_stream import Lost
+from penstock.integrations.formats.shared import Lost
 from penstock.integrations.formats.trajectory_files import from_atif
 
 

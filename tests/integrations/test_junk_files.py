@@ -15,7 +15,7 @@ import pytest
 import penstock as ps
 from penstock.errors import PenstockError
 from penstock.integrations.formats.file_formats import FORMATS, convert_files
-from penstock.integrations.formats.file_or_stream import Lost, Options, Place
+from penstock.integrations.formats.shared import Lost, Options, Place
 from tests.capture.test_junk import JUNK
 
 MORE: list[Any] = [

@@ -18,8 +18,7 @@ import penstock as ps
 from penstock.arrays import Ragged
 from penstock.arrays.columns import COLUMNS
 from penstock.integrations.formats.file_formats import FORMATS, Conversion, convert_files
-from penstock.integrations.formats.file_or_stream import Options
-from penstock.integrations.formats.responses import one_number
+from penstock.integrations.formats.shared import Options, one_number
 from penstock.testing.reference import record
 from penstock.testing.strategies import batches
 
@@ -62,7 +61,7 @@ def put(folder: Path, samples: list[ps.Sample]) -> str:
 
 def read(path: str) -> list[ps.Sample]:
     from penstock.integrations.formats.file_formats import format_to_read
-    from penstock.integrations.formats.file_or_stream import Lost, Place
+    from penstock.integrations.formats.shared import Lost, Place
 
     kind = format_to_read(Place(path))
     assert kind.read is not None

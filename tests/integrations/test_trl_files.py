@@ -14,7 +14,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 import penstock as ps
 from penstock.integrations.formats.file_formats import convert_files, read_samples
-from penstock.integrations.formats.file_or_stream import Lost
+from penstock.integrations.formats.shared import Lost
 
 pytestmark = pytest.mark.deep
 

@@ -12,7 +12,7 @@ from penstock.capture import from_verifiers
 from penstock.cli import main
 from penstock.convert import to_samples
 from penstock.integrations.formats.file_formats import convert_files, read_samples
-from penstock.integrations.formats.file_or_stream import Lost
+from penstock.integrations.formats.shared import Lost
 from tests.capture.test_verifiers import record
 
 pytestmark = pytest.mark.deep

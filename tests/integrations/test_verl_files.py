@@ -14,10 +14,9 @@ import penstock as ps
 from penstock.convert import make_group
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.integrations.formats.file_formats import convert_files
-from penstock.integrations.formats.file_or_stream import Lost
-from penstock.integrations.formats.responses import to_trajectory
+from penstock.integrations.formats.shared import Lost, to_trajectory
 from penstock.integrations.formats.verl_tensors import from_verl, to_verl
-from penstock.integrations.trainers.trl_samples import from_trl, to_trl
+from penstock.integrations.trainers.trl_rollouts import from_trl, to_trl
 from tests.integrations.foreign_samples import SAMPLE, samples_of
 
 pytestmark = pytest.mark.deep

@@ -16,9 +16,9 @@ from penstock.errors import ConfigError, Conflict, CorruptFile, Fenced, LogAway
 from penstock.log.postgres_address import redacted, schema_of
 from penstock.log.postgres_log import PostgresLog
 from penstock.plane.settings import server_settings
-from penstock.runs.read_log import read_run
 from penstock.runs.recorded_run import RecordedRun
 from penstock.runs.run_copy import RunCopy
+from penstock.runs.run_log import read_run
 from penstock.runs.storage_check import check
 from tests.log.conftest import add, ops
 from tests.log.pooler import Pooler
@@ -213,7 +213,7 @@ def test_a_password_of_the_environment_appears_nowhere(tmp_path: Path) -> None:
         address = f"postgresql://worker@127.0.0.1:{server.port}/runs"
         program = (
             "import json, sys, pathlib, penstock as ps\n"
-            "from penstock.runs.read_log import read_run\n"
+            "from penstock.runs.run_log import read_run\n"
             "from tests.support.groups import named_group\n"
             "with ps.open(sys.argv[1], ranks=1, seq_len=64, groups_per_step=1, log=sys.argv[2],"
             " untrained_groups='accept') as plane:\n"

@@ -68,7 +68,7 @@ KEEP = """
 import sys
 import penstock as ps
 from penstock.errors import DiskFull
-from penstock.runs.read_log import kept_groups
+from penstock.runs.run_log import kept_groups
 from tests.support.groups import named_group
 
 folder, direct = sys.argv[1:]

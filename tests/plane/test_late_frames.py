@@ -16,8 +16,8 @@ import penstock as ps
 from penstock.client import feed
 from penstock.errors import InvalidInput
 from penstock.frames import encode
-from penstock.integrations.formats.file_or_stream import Lost, Place
 from penstock.integrations.formats.penstock_files import read_run_groups
+from penstock.integrations.formats.shared import Lost, Place
 from penstock.log import reading
 from penstock.runs import RecordedRun, RunCopy, check, rerun, stored_samples
 from penstock.storage import FolderStorage, Gone, parse_location

@@ -14,7 +14,7 @@ from penstock.log import SqliteLog
 from penstock.packing import Packing
 from penstock.plane.loop import PlaneLoop
 from penstock.plane.settings import PlaneSettings, Target
-from penstock.runs.read_log import read_run
+from penstock.runs.run_log import read_run
 from penstock.transport.memory import MemoryPlane
 from tests.support.groups import named_group
 

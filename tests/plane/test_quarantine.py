@@ -266,7 +266,7 @@ def test_quarantine_is_listed_and_decided_without_a_plane_at_work(
     with_one_aside(engine)
     engine.close()
     with pytest.raises(Conflict, match="its plane is at work: give its address"):
-        from penstock.runs.offline import settle_offline
+        from penstock.runs.run_log import settle_offline
 
         settle_offline(tmp_path, "odd", drop=True)
     engine.log.close()

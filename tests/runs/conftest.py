@@ -12,7 +12,7 @@ from penstock.packing import Packing
 from penstock.plane.settings import PlaneSettings, Target
 from penstock.protocol.steps import Staged
 from penstock.protocol.timeouts import Timeouts
-from penstock.runs.read_log import kept_groups, read_stored
+from penstock.runs.run_log import kept_groups, read_stored
 from tests.support.engines import DirectEngine
 from tests.support.groups import named_group
 from tests.support.pace import pace, stretched

@@ -18,10 +18,10 @@ import penstock as ps
 from penstock.cli import main
 from penstock.errors import Conflict, InvalidInput, StepAborted
 from penstock.log import SqliteLog
-from penstock.runs.read_log import read_run
 from penstock.runs.recorded_run import RecordedRun
 from penstock.runs.rerunning import rerun
 from penstock.runs.run_copy import RunCopy
+from penstock.runs.run_log import read_run
 from penstock.storage import FolderStorage, read_marker
 from tests.runs.conftest import SETTINGS, end, names_kept, open_engine, put, put_to, step, train
 from tests.support.engines import damage_frame

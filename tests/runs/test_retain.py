@@ -15,7 +15,7 @@ from penstock.errors import DiskFull
 from penstock.frames import encode
 from penstock.log import SqliteLog
 from penstock.plane.manifest import read_manifest
-from penstock.runs.read_log import kept_groups
+from penstock.runs.run_log import kept_groups
 from tests.runs.conftest import SETTINGS, names_kept, put, train
 from tests.support.groups import named_group
 

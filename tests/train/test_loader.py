@@ -10,7 +10,7 @@ import penstock as ps
 from penstock.client import Step
 from penstock.errors import InvalidInput
 from penstock.train import step_loader
-from penstock.train.loader import Steps
+from penstock.train.rank_steps import Steps
 from tests.support.groups import named_group
 from tests.support.planes import OpenPlane, open_plane
 
@@ -43,7 +43,7 @@ def test_what_a_plain_loader_would_take_apart_stays_a_step_or_is_refused(open_pl
 
 
 def test_workers_of_a_loader_are_refused(open_plane: OpenPlane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.train.loader.get_worker_info", object)  # as it is in a worker
+    monkeypatch.setattr("penstock.train.rank_steps.get_worker_info", object)  # as it is in a worker
     with filled(open_plane, 1).source(0) as source, pytest.raises(InvalidInput, match="num_workers"):
         iter(step_loader(source).dataset)
 

@@ -16,8 +16,8 @@ from penstock.arrays.images import ImageSpan
 from penstock.assets import AssetStore
 from penstock.cli import main
 from penstock.errors import Conflict, InvalidInput, MissingExtra
-from penstock.integrations.formats.file_or_stream import Lost, Place
 from penstock.integrations.formats.penstock_files import read_export
+from penstock.integrations.formats.shared import Lost, Place
 from penstock.train import mask_segments
 from penstock.train.loss import ByMode, Dppo, Sft
 from penstock.view import Export, TokenExporter

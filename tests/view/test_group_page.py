@@ -11,7 +11,7 @@ import pytest
 from penstock.arrays import Sample
 from penstock.demo.tasks import write_tokenizer
 from penstock.packing import pack
-from penstock.view import Export, TokenExporter, step_tokens
+from penstock.view import Export, TokenExporter, tallies
 from penstock.view.library import Library
 from penstock.view.vocabulary import open_vocabulary
 from penstock.view.web import serving
@@ -153,7 +153,7 @@ def test_rules_are_counted_over_the_whole_step(at: Any, home: Path) -> None:
     for low, high in ((0.2, 5.0), (0.9, 1.1), (0.5, 2.0)):
         page.fill("#step-threshold-low", str(low))
         page.fill("#step-threshold-high", str(high))
-        wanted = sum(int(np.sum(step_tokens.judge(r, "icepop", {"low": low, "high": high}) or 0)) for r in compared)
+        wanted = sum(int(np.sum(tallies.judge(r, "icepop", {"low": low, "high": high}) or 0)) for r in compared)
         wait_until(page, "n => document.querySelector('#step-live-masked').textContent === n", f"{wanted:,}")
         assert page.text_content("#step-trained-masked") == f"{masked:,}"
     before = page.text_content("#step-live-masked")

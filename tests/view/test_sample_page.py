@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.view import Record, step_tokens
+from penstock.view import Record, tallies
 from tests.support.browser import wait_until
 from tests.view.demo_page import cell, current, keep, names, records
 
@@ -173,7 +173,7 @@ def test_thresholds_recount_as_they_are_typed(opened: Any, demo: Path, rule: str
     record = current(opened, demo)
 
     def judge(record: Record, **thresholds: float) -> Any:
-        return np.logical_or(*(step_tokens.judge(record, rule, thresholds) or ()))
+        return np.logical_or(*(tallies.judge(record, rule, thresholds) or ()))
 
     opened.select_option("#rule", rule)
     exported = int(np.count_nonzero(record.columns["is_masked"]))

@@ -14,7 +14,7 @@ from penstock.errors import InvalidInput, UnknownKey
 from penstock.view import Export, Record
 from penstock.view.index import branches, find
 from penstock.view.library import Library
-from penstock.view.step_tokens import RULES, StepTokens, judge
+from penstock.view.tallies import RULES, StepTokens, judge
 from penstock.view.vocabulary import open_vocabulary
 from tests.support.exports import make_export
 

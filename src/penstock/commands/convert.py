@@ -22,7 +22,7 @@ from penstock.commands.terminal import MissingWords, Progress, aligned, size
 from penstock.convert import ADVANTAGES
 from penstock.errors import InvalidInput
 from penstock.integrations.formats.file_formats import FORMATS, Conversion, convert_files
-from penstock.integrations.formats.file_or_stream import STANDARD, Options
+from penstock.integrations.formats.shared import STANDARD, Options
 from penstock.server import printable
 
 _EVERY_S = 0.2

@@ -20,11 +20,17 @@ import socket
 import sys
 import tempfile
 import webbrowser
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from penstock.commands.which_run import RUN_HELP, export_folder
-from penstock.errors import ConfigError, InvalidInput
+from penstock.errors import ConfigError, CorruptFile, InvalidInput
+from penstock.integrations.transfer_queue.journal import RUN, Kept, Place, parse_place, read_history
+from penstock.integrations.transfer_queue.typed_cells import VALUE, decode_value
 from penstock.packing import pack
+from penstock.storage import Gone, KeptStorage, is_object_url, open_storage, read_marker
 from penstock.transport import MAX_PORT
 from penstock.view import (
     Export,
@@ -66,8 +72,6 @@ def port(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    from penstock.integrations.transfer_queue.rows_table import is_queue, queue_lines
-
     if is_queue(args.folder):
         print("\n".join(queue_lines(args.folder)))
         return 0
@@ -80,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
 def export_file(word: str, folder: Path) -> Path:
     """Export the first samples of a file as one step, and return the export's folder."""
     from penstock.integrations.formats.file_formats import read_samples
-    from penstock.integrations.formats.file_or_stream import Lost
     from penstock.integrations.formats.sample_files import own_columns_of
+    from penstock.integrations.formats.shared import Lost
 
     lost, exported = Lost(), folder / Path(word).stem
     rows = read_samples(word, lost)
@@ -151,3 +155,72 @@ def serve(library: Library, args: argparse.Namespace) -> int:
             webbrowser.open(url)
         server.run()
     return 0
+
+
+# ------------------------------------------------------------------ the storage of a TransferQueue
+
+
+_MAX_ROWS = 20
+_MAX_VALUES, _MAX_VALUE_BYTES = 8, 1 << 16
+_MAX_TEXT = 100
+
+
+def is_queue(where: str) -> bool:
+    """Check whether an address is the storage of a queue."""
+    if not is_object_url(where) and not (Path(where) / "marker").is_file():
+        return False
+    with contextlib.closing(open_storage(where, create=False)) as storage:
+        try:
+            found = read_marker(storage)
+        except CorruptFile:
+            return False
+        return found is not None and found.run == RUN
+
+
+def queue_lines(where: str) -> Iterator[str]:
+    """Yield the lines to print. Shows at most `_MAX_ROWS` rows, and cuts each value to one line."""
+    with contextlib.closing(open_storage(where, create=False)) as storage:
+        history = read_history(storage)
+        rows = [(partition, key, kept) for partition, keys in history.rows.items() for key, kept in keys.items()]
+        counts = ", ".join(f"{partition} {len(keys):,}" for partition, keys in history.rows.items() if keys)
+        yield f"{storage.url}: {len(rows):,} keys{f' ({counts})' if counts else ''}"
+        if history.keyless:
+            yield f"{len(history.keyless):,} rows without a key are not shown"
+        yield from (f"not readable: {text}" for text in itertools.islice(history.damaged, _MAX_ROWS))
+        for partition, key, kept in rows[:_MAX_ROWS]:
+            yield _cut(f"\n{partition} {key if key.isprintable() else repr(key)}  {decode_value(kept.tag)!r}", 200)
+            yield from _columns(storage, kept)
+        if len(rows) > _MAX_ROWS:
+            yield f"\n{len(rows) - _MAX_ROWS:,} more keys are not shown"
+
+
+def _columns(storage: KeptStorage, kept: Kept) -> Iterator[str]:
+    places = {name: parse_place(text) for name, text in kept.columns.items()}
+    width = max((len(name) for name in places), default=0)
+    for name, place in places.items():
+        shape = f"{place.cell.kind}{list(place.cell.shape)}" if place.cell.kind != VALUE else VALUE
+        yield _cut(f"  {name if name.isprintable() else repr(name):{width}}  {shape:16}  {_values(storage, place)}")
+
+
+def _values(storage: KeptStorage, place: Place) -> str:
+    """Return the first values of a column as text."""
+    cell = place.cell
+    if cell.kind == VALUE and cell.size > _MAX_VALUE_BYTES:
+        return f"({cell.size:,} bytes)"
+    try:
+        dtype = np.dtype("uint8" if cell.kind == VALUE else cell.kind)
+    except TypeError:  # bfloat16 and others that numpy does not have
+        return f"({cell.size:,} bytes)"
+    data = np.empty(cell.size if cell.kind == VALUE else min(cell.size, _MAX_VALUES * dtype.itemsize), np.uint8)
+    try:
+        storage.read_into([(place.location, place.start, data.data)])
+    except Gone:  # cleared since the journal was read
+        return "(cleared)"
+    if cell.kind == VALUE:
+        return repr(decode_value(data))
+    more = " ..." if cell.size > len(data) else ""
+    return " ".join(str(value) for value in data.view(dtype).tolist()) + more
+
+
+def _cut(text: str, most: int = _MAX_TEXT) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."

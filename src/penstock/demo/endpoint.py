@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from penstock.demo.sampler import Rollout
+    from penstock.demo.roles import Rollout
     from penstock.train import Weights
 
 _MOST_TOKENS = 64
@@ -115,7 +115,7 @@ class Engine:
 
     def continue_(self, prompts: list[list[int]], wanted: Wanted) -> list[Rollout]:
         """Sample one completion per prompt. Prompts must have one length."""
-        from penstock.demo.sampler import sample
+        from penstock.demo.roles import sample
 
         self.refresh()
         with self._lock:

@@ -18,7 +18,7 @@ from penstock.errors import CorruptFile
 from penstock.frames import NO_LATE, GroupMetadata, attach_late, decode, encode
 from penstock.log import AwaitColumns, Awaited, GroupRow, LogReader, read_record, reading
 from penstock.plane import SETTINGS, read_manifest
-from penstock.runs.read_log import reading_run, storage_of_run
+from penstock.runs.run_log import reading_run, storage_of_run
 from penstock.storage import Gone, KeptStorage, parse_location
 
 

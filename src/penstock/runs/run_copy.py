@@ -45,7 +45,7 @@ from penstock.log import (
     typed_errors,
     url_of,
 )
-from penstock.runs.read_log import storage_of_run
+from penstock.runs.run_log import storage_of_run
 from penstock.storage import (
     FolderStorage,
     Gone,

@@ -1,9 +1,5 @@
-from penstock.train.agreement import agree as agree
 from penstock.train.attention import register_attention as register_attention
 from penstock.train.checkpoint import Weights as Weights
-from penstock.train.loader import Steps as Steps
-from penstock.train.loader import as_it_is as as_it_is
-from penstock.train.loader import step_loader as step_loader
 from penstock.train.logits import kept_of as kept_of
 from penstock.train.logits import predictions_of as predictions_of
 from penstock.train.logits import token_logprobs as token_logprobs
@@ -27,6 +23,10 @@ from penstock.train.model import check_trees as check_trees
 from penstock.train.model import check_vocabulary as check_vocabulary
 from penstock.train.model import forward as forward
 from penstock.train.model import row_logprobs as row_logprobs
+from penstock.train.rank_steps import Steps as Steps
+from penstock.train.rank_steps import agree as agree
+from penstock.train.rank_steps import as_it_is as as_it_is
+from penstock.train.rank_steps import step_loader as step_loader
 from penstock.train.run_config import PACKED_IMAGES as PACKED_IMAGES
 from penstock.train.run_config import LossConfig as LossConfig
 from penstock.train.run_config import ModelConfig as ModelConfig

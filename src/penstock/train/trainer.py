@@ -26,12 +26,12 @@ from penstock.errors import ConfigError
 from penstock.packing import MicroBatch, RankPlan, fill, pack
 from penstock.replay import Prioritized
 from penstock.train import checkpoint
-from penstock.train.agreement import agree
 from penstock.train.checkpoint import Weights
 from penstock.train.loss import ByMode, Dppo, Grpo, Ipo, Loss
 from penstock.train.materialize import MaskSample
 from penstock.train.metrics_sinks import MetricsFile, memory, packed
 from penstock.train.model import build_model, check_packing, check_trees, check_vocabulary, row_logprobs
+from penstock.train.rank_steps import agree
 from penstock.train.run_config import LossConfig, TrainConfig, image_processor
 from penstock.train.tensors import to_torch
 from penstock.train.terms import Sums, Terms

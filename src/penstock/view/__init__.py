@@ -1,11 +1,11 @@
 """Export what the trainer did with every token, and read, show and compare exports.
 
 write     export (TokenExporter) -> batch_records -> step_files (and what is kept), in jsonl or parquet; folders: where
-a record  record (its columns, and steps of records), tallies (sums over a step)
+a record  record (its columns, and steps of records), tallies (sums over a step, what-if masks)
 read      reader (exported steps), plane_steps (what the plane has)
 a run     run_files (metrics, state), history (rewards and events)
 show      library (all of the above for the page) -> web (its server), access, static_page; static/: the page
-          index and step_tokens (one step in memory, what-if masks), vocabulary (ids to text)
+          index (one step in memory), vocabulary (ids to text)
 compare   diff (two runs), plot_step (a packed step)
 """
 

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import UnknownKey
 from penstock.view.record import OF_SAMPLE, ReadLine, Record, Skipped, Step
-from penstock.view.step_tokens import StepTokens, disagreement
-from penstock.view.tallies import Tally, reward_of, trains
+from penstock.view.tallies import StepTokens, Tally, disagreement, reward_of, trains
 
 MAX_NODES = 4096
 """Branches of a group's tree that are shown."""

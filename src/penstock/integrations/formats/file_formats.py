@@ -16,7 +16,6 @@ from penstock.arrays import Own, Sample
 from penstock.convert import Rollouts, advantage_named
 from penstock.errors import InvalidInput
 from penstock.frames import MAGIC, by_group
-from penstock.integrations.formats.file_or_stream import Lost, Options, Place
 from penstock.integrations.formats.penstock_files import (
     read_export,
     read_frame_file,
@@ -24,7 +23,6 @@ from penstock.integrations.formats.penstock_files import (
     write_frame_file,
 )
 from penstock.integrations.formats.prime_rl_batches import read_prime_rl, write_prime_rl
-from penstock.integrations.formats.responses import one_number
 from penstock.integrations.formats.sample_files import (
     ROWS,
     columns_of,
@@ -34,10 +32,11 @@ from penstock.integrations.formats.sample_files import (
     write_lines,
     write_table,
 )
+from penstock.integrations.formats.shared import Lost, Options, Place, one_number
 from penstock.integrations.formats.slime_samples import read_slime, write_slime
 from penstock.integrations.formats.trajectory_files import ATIF_MARK, read_agent_lightning, read_atif, read_traces
 from penstock.integrations.formats.verl_tensors import read_verl, write_verl
-from penstock.integrations.trainers.trl_samples import read_trl, write_trl
+from penstock.integrations.trainers.trl_rollouts import read_trl, write_trl
 from penstock.view import plane_of
 
 _LOOK = 1 << 20

@@ -17,7 +17,7 @@ from penstock.arrays import TOKEN_COLUMNS, Cells, ImageSpan, Ragged, Sample
 from penstock.capture import read_span
 from penstock.errors import InvalidInput, PenstockError
 from penstock.frames import read_frames, write_frames
-from penstock.integrations.formats.file_or_stream import Lost, Place
+from penstock.integrations.formats.shared import Lost, Place
 from penstock.runs import kept_groups, stored_samples
 from penstock.view import OF_SAMPLE, TABLE, Record, Skipped, plane_of, read_file
 

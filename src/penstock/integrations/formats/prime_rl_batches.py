@@ -27,8 +27,7 @@ from penstock.arrays import ALL_OR_NONE, WEIGHTS, Array, ImageSpan, Ragged, Samp
 from penstock.atomic import replacing
 from penstock.capture import located
 from penstock.errors import CorruptFile, InvalidInput
-from penstock.integrations.formats.file_or_stream import Lost, Options, Place
-from penstock.integrations.formats.responses import once
+from penstock.integrations.formats.shared import Lost, Options, Place, once
 from penstock.packing import MicroBatch, StepOfRank, pack
 
 MAX_FILE_BYTES = 4 << 30

@@ -43,7 +43,7 @@ from penstock.arrays import (
 from penstock.capture import located, optional_list, read_span
 from penstock.errors import CorruptFile, InvalidInput, PenstockError
 from penstock.extras import require
-from penstock.integrations.formats.file_or_stream import Lost, Place, json_lines
+from penstock.integrations.formats.shared import Lost, Place, json_lines
 from penstock.view import list_array, list_type
 
 if TYPE_CHECKING:

@@ -32,9 +32,11 @@ from penstock.capture import (
 )
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.extras import require
-from penstock.integrations.formats.file_or_stream import Lost, Place, json_lines
-from penstock.integrations.formats.responses import (
+from penstock.integrations.formats.shared import (
+    Lost,
+    Place,
     behind_prompt,
+    json_lines,
     lists_behind_prompt,
     one_number,
     prompt_length,

@@ -24,7 +24,7 @@ import numpy as np
 from penstock.arrays import Array, ImageSpan, Sample
 from penstock.errors import InvalidInput
 from penstock.extras import require
-from penstock.integrations.formats.responses import once, per_token
+from penstock.integrations.formats.shared import once, per_token
 
 if TYPE_CHECKING:
     from tinker import Datum, ModelInput

@@ -55,7 +55,7 @@ from penstock.capture import (
 )
 from penstock.convert import make_group, to_samples
 from penstock.errors import InvalidInput
-from penstock.integrations.formats.file_or_stream import MAX_LINE_BYTES, Lost, Place, json_lines, json_object
+from penstock.integrations.formats.shared import MAX_LINE_BYTES, Lost, Place, json_lines, json_object
 
 # ------------------------------------------------------------------ ATIF
 

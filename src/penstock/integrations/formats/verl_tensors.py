@@ -23,8 +23,7 @@ from penstock.arrays import Array, Sample
 from penstock.capture import located
 from penstock.errors import CorruptFile, InvalidInput
 from penstock.extras import require
-from penstock.integrations.formats.file_or_stream import Lost, Place
-from penstock.integrations.formats.responses import once, one_number, prompt_length
+from penstock.integrations.formats.shared import Lost, Place, once, one_number, prompt_length
 
 _ALONG = {"rollout_log_probs": "logprobs", "advantages": "advantages", "ref_log_prob": "teacher_logprobs"}
 """Columns over the response: verl's name -> ours."""

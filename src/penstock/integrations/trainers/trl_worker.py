@@ -44,8 +44,7 @@ from penstock.arrays import Sample
 from penstock.client import Plane, Source, Step
 from penstock.client import open as open_plane
 from penstock.errors import ConfigError, InvalidInput, PenstockError, WaitTimeout
-from penstock.integrations.trainers.trl_rollouts import MESSAGES, Rollouts, messages_of
-from penstock.integrations.trainers.trl_samples import rollout_fields
+from penstock.integrations.trainers.trl_rollouts import MESSAGES, Rollouts, messages_of, rollout_fields
 
 CANNOT_CARRY = ("sampling_mask", "routed_experts", "rl_weights", "ce_weights", "ref_kl_weights", "teacher_logprobs")
 """Columns that change the training and that TRL's samples cannot hold."""

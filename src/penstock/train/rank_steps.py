@@ -1,4 +1,4 @@
-"""Make all ranks of a torch.distributed group start a step together, or not at all.
+"""How a rank takes its steps: together with the other ranks or not at all, and as a torch `DataLoader`.
 
 If one rank cannot get its step, or cannot read an image, the others block in the first collective of their backward
 pass until it times out. `agree` makes every rank report whether it is ready before any of them starts:
@@ -9,6 +9,10 @@ pass until it times out. `agree` makes every rank report whether it is ready bef
 
 On success this costs one all-reduce of one number. On failure the ranks exchange their errors and all raise the same
 `StepAborted`. The group stays usable.
+
+`step_loader` is for trainers that require a loader, and adds only its interface. The source already prefetches and
+fills micro-batches on its own threads, so there are no workers. A step stays one item, because its denominators belong
+to all of its micro-batches.
 """
 
 from __future__ import annotations
@@ -17,17 +21,21 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from penstock.errors import ConfigError, InvalidInput, StepAborted
 
 try:
     import torch
     from torch import distributed
+    from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 except ImportError as error:
     from penstock.extras import missing
 
-    raise missing("penstock.train.agreement", error) from None
+    raise missing("penstock.train.rank_steps", error) from None
 
-from penstock.errors import ConfigError, StepAborted
+if TYPE_CHECKING:
+    from penstock.client import Source, Step
 
 _READY, _STOPPED, _FAILED = 0, 1, 2
 """Ready, stopped by the plane or another rank, or failed itself. The largest wins: an own failure is the root cause."""
@@ -123,3 +131,37 @@ def _packed(state: int, message: str) -> torch.Tensor:
 
 def _wait(work: Any, timeout_s: float) -> None:
     work.wait(timedelta(seconds=timeout_s))
+
+
+# ------------------------------------------------------------------ a DataLoader
+
+
+T = TypeVar("T")
+
+
+class Steps(IterableDataset):  # type: ignore[misc]
+    """The steps of a source, starting with the next one."""
+
+    def __init__(self, source: Source, timeout: float | None = None) -> None:
+        self.source, self.timeout = source, timeout
+
+    def __iter__(self) -> Iterator[Step]:
+        if get_worker_info() is not None:
+            raise InvalidInput(
+                "DataLoader: num_workers above 0; a source belongs to one process and prefetches by itself; "
+                "leave num_workers at 0"
+            )
+        return self.source.steps(timeout=self.timeout)
+
+
+def as_it_is(step: T) -> T:
+    """A collate function that returns its argument."""
+    return step
+
+
+def step_loader(source: Source, *, timeout: float | None = None, **settings: Any) -> DataLoader:
+    """Make a `DataLoader` whose items are the steps of a source. `settings` are passed to the loader.
+
+    Commit each step to the source after its optimizer step, as without a loader.
+    """
+    return DataLoader(Steps(source, timeout), batch_size=None, collate_fn=as_it_is, **settings)
