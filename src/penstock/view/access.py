@@ -13,11 +13,12 @@ import re
 import secrets
 import threading
 from collections.abc import Awaitable, Callable, MutableMapping
-from http.cookies import CookieError, SimpleCookie
-from typing import Any
-from urllib.parse import parse_qs
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -62,56 +63,45 @@ class Guard:
         self.cookie = cookie_name(token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from starlette.requests import Request
+        from starlette.responses import PlainTextResponse
+
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        refusal = self._refusal(scope)
+        request = Request(scope)
+        refusal = _refusal(request)
         if refusal is not None:
-            await _answer(send, *refusal)
-        elif self._carries_token(scope):
+            answer: App = PlainTextResponse(refusal[1], refusal[0])
+        elif scope["path"] == "/" and self._is_token(request.query_params.getlist("token")):
             cookie = f"{self.cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
-            await _answer(send, 303, "", [(b"location", b"/"), (b"set-cookie", cookie.encode())])
-        elif self._has_cookie(scope):
-            await self._app(scope, receive, _with_headers(send))
+            answer = PlainTextResponse("", 303, {"location": "/", "set-cookie": cookie})
+        elif self._is_token([request.cookies.get(self.cookie, "")]):
+            answer = self._app
         else:
-            await _answer(send, 403, "This page needs the token in the printed URL; open that URL again.\n")
+            answer = PlainTextResponse("This page needs the token in the printed URL; open that URL again.\n", 403)
+        await answer(scope, receive, _with_headers(send))
 
-    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        if scope["method"] not in ("GET", "HEAD"):
-            return 405, "Only GET and HEAD.\n"
-        hosts = _values(scope, b"host")
-        if len(hosts) != 1 or not _HOST.fullmatch(hosts[0]):
-            return 421, "Unknown host name; use the printed URL, or 127.0.0.1 with your port.\n"
-        if any(origin.lower() != f"http://{hosts[0].lower()}" for origin in _values(scope, b"origin")):
-            return 403, "Not from another site.\n"
-        if any(site not in ("same-origin", "none") for site in _values(scope, b"sec-fetch-site")):
-            return 403, "Not from another site.\n"
-        if not scope["query_string"].isascii() or not scope["path"].startswith("/"):
-            return 400, "Not an address: write other characters as %XX.\n"
-        return None
-
-    def _carries_token(self, scope: Scope) -> bool:
-        if scope["path"] != "/":
-            return False
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [])
-        return len(given) == 1 and self._is_token(given[0])
-
-    def _has_cookie(self, scope: Scope) -> bool:
-        try:
-            cookies = SimpleCookie("; ".join(_values(scope, b"cookie")))
-        except CookieError:
-            return False
-        return self.cookie in cookies and self._is_token(cookies[self.cookie].value)
-
-    def _is_token(self, given: str) -> bool:
-        return secrets.compare_digest(given.encode(), self._token.encode())
+    def _is_token(self, given: list[str]) -> bool:
+        return len(given) == 1 and secrets.compare_digest(given[0].encode(), self._token.encode())
 
 
-def _values(scope: Scope, name: bytes) -> list[str]:
-    return [value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name]
+def _refusal(request: Request) -> tuple[int, str] | None:
+    hosts = request.headers.getlist("host")
+    if request.method not in ("GET", "HEAD"):
+        return 405, "Only GET and HEAD.\n"
+    if len(hosts) != 1 or not _HOST.fullmatch(hosts[0]):
+        return 421, "Unknown host name; use the printed URL, or 127.0.0.1 with your port.\n"
+    if any(origin.lower() != f"http://{hosts[0].lower()}" for origin in request.headers.getlist("origin")):
+        return 403, "Not from another site.\n"
+    if any(site not in ("same-origin", "none") for site in request.headers.getlist("sec-fetch-site")):
+        return 403, "Not from another site.\n"
+    if not request.scope["query_string"].isascii() or not request.scope["path"].startswith("/"):
+        return 400, "Not an address: write other characters as %XX.\n"
+    return None
 
 
 def _with_headers(send: Send) -> Send:
@@ -121,9 +111,3 @@ def _with_headers(send: Send) -> Send:
         await send(message)
 
     return sending
-
-
-async def _answer(send: Send, status: int, text: str, headers: list[tuple[bytes, bytes]] | None = None) -> None:
-    plain = [(b"content-type", b"text/plain; charset=utf-8"), *(headers or []), *_HEADERS]
-    await send({"type": "http.response.start", "status": status, "headers": plain})
-    await send({"type": "http.response.body", "body": text.encode()})
