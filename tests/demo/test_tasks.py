@@ -76,6 +76,8 @@ def test_trainer_logprobs_equal_sampler_logprobs_at_the_same_weights(name: str, 
 
             vision = Vision(model, image_processor(config), AssetStore(tmp_path / "assets"))
             extra = vision.inputs(batch, tensors)
+            measured = vision.metrics()
+            assert measured["perf/images"] and measured["perf/image_s"] > 0
             model.model.rope_deltas = None  # the sampler's
             vision.close()
         with torch.no_grad():

@@ -31,6 +31,8 @@ from penstock.packing import Packing, plan
 from penstock.replay import Fifo, Paced, Replay, Table, Uniform, WindowedFifo
 
 CAPACITY = 1 << 16
+_DECODE_TOKENS_S = 50.0
+"""Tokens per second of one sample."""
 MAX_SAMPLES = 1 << 24
 """Samples of a workload, at most."""
 
@@ -58,8 +60,6 @@ class Rates:
     workers: int = 48
     """Groups generated at the same time."""
     ranks: int = 4
-    decode_tokens_s: float = 50.0
-    """Tokens per second of one sample."""
     train_ratio: float = 1.2
     """Speed of the trainer, relative to generation with all workers busy."""
     judge_s: float = 0.0
@@ -103,7 +103,6 @@ def recorded_workload(folder: Path) -> Workload:
 
 
 def _replay(policy: str, staleness: int, window: float, groups: int) -> Replay:
-    """Return the replay settings of a policy."""
     buffer = (staleness + 1) * groups
     makers: dict[str, Callable[[], Replay]] = {
         "drop": lambda: Replay(capacity=CAPACITY, max_staleness=staleness),
@@ -215,7 +214,7 @@ class _Simulation:
             self.began[self.begun] = self.now
             self.table.expect(self.begun)
             lengths = self.workload.lengths[self.begun % len(self.workload)]
-            heapq.heappush(self.events, (self.now + int(lengths.max()) / rates.decode_tokens_s, self.begun))
+            heapq.heappush(self.events, (self.now + int(lengths.max()) / _DECODE_TOKENS_S, self.begun))
             self.begun += 1
 
     def _finished(self, prompt: int) -> None:
@@ -257,7 +256,7 @@ class _Simulation:
     def _metadata(self, prompt: int) -> GroupMetadata:
         """Return the metadata of a generated group: weights changed while it was sampled."""
         lengths = self.workload.lengths[prompt % len(self.workload)]
-        began, speed = self.began.pop(prompt), self.rates.decode_tokens_s
+        began, speed = self.began.pop(prompt), _DECODE_TOKENS_S
         first = int(np.searchsorted(self.updates, began, side="right"))
         # With updates at 4 s and 6 s, a sample that began at 3 s with 1 token/s has edges 1 and 3: one token of version
         # 0, two of version 1, the rest of version 2.
@@ -337,7 +336,7 @@ def simulate_staleness(
     packing = Packing(ranks=rates.ranks, seq_len=longest)
     replay = _replay(policy, staleness, window, rates.groups_per_step)
     cost = sum(float(packing.cost.of_samples(lengths).sum()) for lengths in workload.lengths)
-    seconds = sum(int(lengths.max()) for lengths in workload.lengths) / rates.decode_tokens_s
+    seconds = sum(int(lengths.max()) for lengths in workload.lengths) / _DECODE_TOKENS_S
     found = _Simulation(
         workload=workload,
         rates=rates,

@@ -369,7 +369,6 @@ def _check_frame(frame: Buffer | PenstockError, group: GroupRow, metadata: bytes
 
 
 def _metadata(run: StoredRun, ops: list[int]) -> dict[int, bytes]:
-    """Read the metadata of groups, by op."""
     with reading(run.folder) as log:
         return log.metadata_of(ops)
 

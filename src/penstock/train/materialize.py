@@ -185,6 +185,7 @@ class Metrics:
     decode_s: float = 0.0
     """Seconds of reading, decoding and resizing, summed over threads."""
     wall_s: float = 0.0
+    """Seconds that the caller waited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,6 +99,7 @@ class Vision:
             "perf/image_cache_hits": found.cache_hits,
             "perf/image_bytes_read": found.bytes_read,
             "perf/image_decode_s": found.decode_s,
+            "perf/image_s": found.wall_s,
         }
 
     def close(self) -> None:

@@ -42,7 +42,6 @@ class Jsonl:
 
 
 def encode_line(record: Record) -> bytes:
-    """Encode a record as one line."""
     return b"".join(encode_parts(record))
 
 

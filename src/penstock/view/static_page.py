@@ -31,7 +31,6 @@ def write_page(path: Path, library: Library, *, run: str | None, step: int | Non
 
 
 def make_page(library: Library, *, run: str | None = None, step: int | None = None, sample: int | None = None) -> bytes:
-    """Return the page as bytes."""
     name, export = next(iter(library.exports.items()))
     run = export.choose(run)
     steps = export.steps(run)

@@ -145,7 +145,6 @@ def _step_of(request: Request) -> tuple[str, str, int]:
 
 
 def _rule_of(request: Request) -> tuple[str, dict[str, float]]:
-    """Return the requested rule and its thresholds."""
     given = {name: request.query_params[name] for name in ("high", "low", "threshold") if name in request.query_params}
     return request.query_params.get("rule", ""), {name: _threshold(name, text) for name, text in given.items()}
 

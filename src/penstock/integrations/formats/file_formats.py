@@ -82,7 +82,6 @@ class Conversion:
         return self.samples - sum(self.lost.left_out.values())
 
     def counted(self, samples: Iterable[Sample], tell: Callable[[Conversion], None]) -> Iterator[Sample]:
-        """Yield the samples and count them."""
         group: str | None = None
         for sample in samples:
             self.samples += 1

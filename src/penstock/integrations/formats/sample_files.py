@@ -247,7 +247,6 @@ def _opened(place: Place) -> Iterator[Any]:
 
 
 def own_columns_of(samples: Iterable[Sample]) -> Own:
-    """Collect the own columns of all samples."""
     found: dict[str, Column] = {}
     for sample in samples:
         for name, column in sample.own.items():

@@ -254,8 +254,6 @@ def _load(place: Place) -> dict[str, Any]:
 
 def _check_stored(place: Place) -> None:
     """Raise CorruptFile for a compressed file: torch never writes one, and a few bytes could expand to any size."""
-    if not place.is_zip:
-        return  # the format before torch 1.6, or no torch file: torch reports it
     try:
         with zipfile.ZipFile(place.path) as archive:
             packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
