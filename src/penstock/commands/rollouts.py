@@ -16,11 +16,11 @@ import asyncio
 import itertools
 import json
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.commands.terminal import Progress
 from penstock.commands.which_run import RUN_HELP, export_folder
 from penstock.config import Given
 from penstock.errors import InvalidInput, PenstockError
@@ -61,8 +61,6 @@ _ANNOTATE = """Add the trainer's values for every token to verifiers' traces: lo
 The values come from the run's token export (`export_every` in its configuration). If a sample was trained several
 times, the last time counts.
 """
-_EVERY_S = {True: 0.5, False: 10.0}
-"""Seconds between two progress lines: on a terminal, and in a log."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,10 +141,14 @@ def _run_verifiers(args: argparse.Namespace) -> int:
             f"--plane {args.plane}: not an address; give the address of a running plane, such as tcp://127.0.0.1:7440"
         )
     rollouts, tally = _rollouts(args), Tally()
-    progress = _Progress(quiet=args.json)
+    progress = Progress(0.5, log_every_s=10.0)
+
+    def show(tally: Tally) -> None:
+        progress(f"{tally}; {tally.playing:,} episodes running")
+
     with open_plane(args.plane, keys=args.keys, **({"run": args.of_run} if args.of_run else {})) as plane:
         try:
-            asyncio.run(rollouts.arun(plane, tally, on_change=progress.show))
+            asyncio.run(rollouts.arun(plane, tally, on_change=None if args.json else show))
         except PenstockError:
             if tally.groups:
                 _print_tally(args, tally)
@@ -203,27 +205,6 @@ def _images(assets: Path | None, model: Path | None) -> ImageLookup | None:
             "preprocessor_config.json"
         ) from None
     return image_lookup(AssetStore(assets), layout)
-
-
-class _Progress:
-    """Shows progress on one line: redrawn on a terminal, printed every 10 s in a log."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._terminal, self._quiet, self._last = sys.stderr.isatty(), quiet, time.monotonic()
-
-    def show(self, tally: Tally) -> None:
-        now = time.monotonic()
-        if self._quiet or now - self._last < _EVERY_S[self._terminal]:
-            return
-        self._last = now
-        before, after = ("\r\x1b[K", "") if self._terminal else ("", "\n")
-        sys.stderr.write(f"{before}{tally}; {tally.playing:,} episodes running{after}")
-        sys.stderr.flush()
-
-    def end(self) -> None:
-        """Clear the line."""
-        if self._terminal and not self._quiet:
-            sys.stderr.write("\r\x1b[K")
 
 
 # ------------------------------------------------------------------ endpoint

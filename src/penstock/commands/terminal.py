@@ -7,6 +7,7 @@ and a command that is silent for long shows that it is working.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shutil
 import sys
@@ -116,21 +117,26 @@ def _example(line: str, width: int) -> list[str]:
 
 
 class Progress:
-    """Shows one line on a terminal, at most every `every_s` seconds. Shows nothing elsewhere."""
+    """Shows one line on a terminal, at most every `every_s` seconds. In a log, prints one every `log_every_s`."""
 
-    def __init__(self, every_s: float = 0.0) -> None:
-        self._every_s, self._next = every_s, 0.0
+    def __init__(self, every_s: float = 0.0, *, log_every_s: float = math.inf) -> None:
+        self._terminal, self._shown = sys.stderr.isatty(), False
+        self._every_s = every_s if self._terminal else log_every_s
+        self._next = 0.0 if self._terminal else time.monotonic() + log_every_s
 
     def __call__(self, text: str) -> None:
-        if sys.stderr.isatty() and time.monotonic() >= self._next:
-            self._next = time.monotonic() + self._every_s
-            sys.stderr.write(f"\r\x1b[K{text}")
-            sys.stderr.flush()
+        if time.monotonic() >= self._next:
+            self._next, self._shown = time.monotonic() + self._every_s, True
+            self._write(f"\r\x1b[K{text}" if self._terminal else f"{text}\n")
 
     def end(self) -> None:
         """Clear the line."""
-        self._next = 0.0
-        self("")
+        if self._terminal and self._shown:
+            self._write("\r\x1b[K")
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
