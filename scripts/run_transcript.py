@@ -26,7 +26,8 @@ _FENCE = re.compile(r"```(\w+)")
 _COMMENT = re.compile(r"<!--\s*(file|not run):\s*(.*?)\s*-->")
 _END = "__the command ended with code"
 _DEADLINE_S = 600.0
-"""For one command, beside eight busy processes too. A loop that waits for what never comes would take all of CI's time."""
+"""For one command, beside eight busy processes too. A loop that waits for what never comes would take all of CI's
+time."""
 _JOB_ENDED = re.compile(r"bash: (line \d+: +)?\d+ (Killed|Terminated)")
 """What bash says of a process that was killed, whenever it notices."""
 

@@ -239,9 +239,9 @@ def test_a_capacity_that_no_machine_has_is_our_error() -> None:
 @pytest.mark.parametrize("timeout", ["x", float("nan"), True, [1.0]])
 def test_a_timeout_that_is_no_time_is_our_error_before_anything_waits(timeout: Any) -> None:
     table: Table = Table(capacity=1)
-    with pytest.raises(InvalidInput, match="timeout: .*; give seconds, or None"):
+    with pytest.raises(InvalidInput, match=r"timeout: .*; give seconds, or None"):
         table.sample(1, timeout=timeout)
-    with pytest.raises(InvalidInput, match="timeout: .*; give seconds, or None"):
+    with pytest.raises(InvalidInput, match=r"timeout: .*; give seconds, or None"):
         table.insert("a", 1, timeout=timeout)
     assert len(table) == 0
 
@@ -249,9 +249,9 @@ def test_a_timeout_that_is_no_time_is_our_error_before_anything_waits(timeout: A
 @pytest.mark.parametrize("number", [2**400, 10**5000], ids=["2**400", "10**5000"])
 def test_a_number_that_python_does_not_print_is_our_error(number: int) -> None:
     table: Table = Table(capacity=2)
-    with pytest.raises(InvalidInput, match="num_bytes: a number of .* bits; give a whole number"):
+    with pytest.raises(InvalidInput, match=r"num_bytes: a number of .* bits; give a whole number"):
         table.insert("a", 1, num_bytes=number)
-    with pytest.raises(InvalidInput, match="sample: n: a number of .* bits"):
+    with pytest.raises(InvalidInput, match=r"sample: n: a number of .* bits"):
         table.sample(number)
     table.insert("a", 1)
     with pytest.raises(InvalidInput, match="priority"):
