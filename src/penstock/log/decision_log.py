@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from penstock.errors import Fenced
+from penstock.errors import CorruptFile, Fenced
 from penstock.log.decision_records import Record, pack_record, read_record
 from penstock.log.log_rows import (
     GROUP_COLUMNS,
@@ -85,7 +85,11 @@ class LogReader(ABC):
 
     def meta(self, name: str, default: int) -> int:
         row = self.first("SELECT value FROM meta WHERE name = ?", (name,))
-        return default if row is None else int(row[0])
+        try:
+            return default if row is None else int(row[0])
+        except (TypeError, ValueError):
+            found = f"{row[0]!r:.40}" if row else ""
+            raise CorruptFile(f"{self.where}: {name} is {found}, not a number; restore it from a copy") from None
 
     def text(self, name: str) -> str:
         """Return a named value as text, or "" if there is none."""

@@ -98,7 +98,7 @@ class GroupRow:
     tokens: Annotated[int, Column("int")]
     size: Annotated[int, Column("int")]
     """Bytes of its frame."""
-    state: Annotated[State, Column("small", write=int, read=STATES.__getitem__)] = State.HELD
+    state: Annotated[State, Column("small", write=int, read=dict(enumerate(STATES)).__getitem__)] = State.HELD
     reason: Annotated[str, Column("text")] = ""
     """Why it was dropped or quarantined."""
     # Memory keeps its own counts and never compares times, so two rows are equal whatever these two say.
@@ -136,8 +136,14 @@ _READS = [(place, column.read) for place, column in enumerate(COLUMNS_OF_GROUPS.
 def group_row(found: tuple[Any, ...]) -> GroupRow:
     """Make a row from what `SELECT_GROUPS` returned."""
     values = list(found)
-    for place, read in _READS:
-        values[place] = read(values[place])
+    try:
+        for place, read in _READS:
+            values[place] = read(values[place])
+    except (KeyError, TypeError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        column = list(COLUMNS_OF_GROUPS)[place]
+        raise CorruptFile(
+            f"log: group {found[1]!r:.60}: {column} cannot be read: {error}; restore it from a copy"
+        ) from None
     return GroupRow(*values)
 
 

@@ -86,7 +86,7 @@ def reading_run(folder: Path) -> Iterator[tuple[LogReader, dict[str, str]]]:
         raise InvalidInput(f"{folder}: no {LOG} in it; give the folder that a plane was opened on")
     with reading(folder) as log:
         meta = log.all_meta()
-        if int(meta.get("format", FORMAT)) != FORMAT:
+        if meta.get("format", str(FORMAT)) != str(FORMAT):
             raise CorruptFile(f"{log.where}: format {meta['format']}; this version reads format {FORMAT}")
         yield log, meta
 
