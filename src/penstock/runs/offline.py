@@ -57,7 +57,7 @@ def forgettable(folder: Path) -> Forgettable:
             raise InvalidInput(
                 f'{folder}: keeps what `retain_steps` says already; it was never started with retain="all"'
             )
-        oldest = int(meta.get("oldest_step", 1))
+        oldest = log.meta("oldest_step", 1)
         rows = log.rows("SELECT op, size FROM groups WHERE location != '' AND state IN (?, ?)", _ENDED)
         sizes = {int(op): int(size) for op, size in rows}
         for (data,) in log.rows("SELECT manifest FROM steps WHERE step >= ?", (oldest,)):

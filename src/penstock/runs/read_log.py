@@ -27,6 +27,7 @@ from penstock.log import (
     is_run,
     read_record,
     reading,
+    state_of,
 )
 from penstock.plane import SETTINGS, Ledger, Manifest, read_manifest
 from penstock.protocol import OVER_LENGTH
@@ -100,13 +101,13 @@ def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None
     if not root.is_dir():
         raise InvalidInput(f"{root}: not a folder; give the folder of a run")
     with reading_run(root) as (log, meta):
-        next_step = int(meta.get("next_step", 1))
+        next_step = log.meta("next_step", 1)
         return {
             "folder": str(root),
             "run_id": meta.get("run_id", ""),
             "log": log.where,
-            "epoch": int(meta.get("epoch", 0)),
-            "session": int(meta.get("session", 0)),
+            "epoch": log.meta("epoch", 0),
+            "session": log.meta("session", 0),
             "next_step": next_step,
             "retain": meta.get("retain", "steps"),
             **_counts(log, next_step),
@@ -200,7 +201,7 @@ def _counts(log: LogReader, next_step: int) -> dict[str, Any]:
     for state, reason, count, samples, uses, tokens, size, kept in rows:
         ledger.accepted += samples
         ledger.uses += uses
-        ledger.add(State(state), reason, samples)
+        ledger.add(state_of(state), reason, samples)
         totals["num_groups"] += count
         totals["num_tokens"] += tokens
         totals["frame_bytes"] += kept
