@@ -1,4 +1,4 @@
-"""Nothing received is ever executed: the source has no way to, and decoding does nothing but decode."""
+"""Nothing received is ever executed: the source has no way to, and decoding only decodes. Two modules listen."""
 
 from __future__ import annotations
 
@@ -55,6 +55,35 @@ def test_the_search_finds_what_it_looks_for(tmp_path: Path) -> None:
         "import pickle\nfrom marshal import loads\neval('1')\nload(x, allow_pickle=True)\ntorch.load(x)\nmodel.eval()\n"
     )
     assert [found.split(":")[1] for found in violations(path)] == ["1", "2", "3", "4", "5"]
+
+
+LISTENING = {
+    "transport/sockets.py": "the plane's port, with keys beyond loopback",
+    "server/http_server.py": "every page and the HTTP API, with limits, deadlines and tokens",
+    "demo/launch.py": "looks for a free port",
+    "demo/preflight.py": "looks whether an address is free",
+    "commands/doctor.py": "looks whether loopback works",
+    "testing/trl_cpu.py": "a stand-in for vLLM, on loopback",
+}
+"""All modules that bind an address: limits and keys have two places. An integration has no server of its own."""
+
+
+def listens(path: Path) -> bool:
+    makes = {"bind", "bind_to_random_port", "create_server", "start_server", "start_unix_server", "run_server"}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in makes or ast.unparse(node.func) in ("uvicorn.run", "uvicorn.Config"):
+                return True
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [getattr(node, "module", "") or "", *(alias.name for alias in node.names)]
+            if {"http.server", "socketserver", "wsgiref", "xmlrpc.server"} & set(names):
+                return True
+    return False
+
+
+def test_two_modules_listen_and_no_others() -> None:
+    source = ROOT / "src" / "penstock"
+    assert {str(path.relative_to(source)) for path in source.rglob("*.py") if listens(path)} == LISTENING.keys()
 
 
 PROGRAM = """

@@ -123,7 +123,7 @@ class CorruptFile(StorageError):
 
 
 class LogAway(StorageError):
-    """The database of a run's log cannot be reached, or did not answer in time."""
+    """The database of a run's log cannot be reached, did not answer in time, or cannot be read again."""
 
 
 class AssetError(PenstockError):

@@ -44,6 +44,13 @@ def test_a_run_survives_the_death_of_each_kind_of_process(tmp_path: Path) -> Non
     rows = Metrics(tmp_path / "run" / "metrics.jsonl").read()
     assert [int(row["step"]) for row in rows] == list(range(1, 17))
     assert rows[0]["train/on_policy_gap"] < 1e-4
+    scopes = {
+        "pack/local_tokens",
+        "pack/total_tokens",
+        "pack/total_max_micro_batch_tokens",
+        "pack/micro_batch_max_tokens",
+    }
+    assert scopes | {"gen/reward", "gen/length", "gen/truncated", "buffer/staleness_mean"} <= rows[0].keys()
     assert Export(tmp_path / "run").steps()
 
 

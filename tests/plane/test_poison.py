@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.arrays import Sample
-from penstock.errors import Fenced, InvalidInput, PenstockError, StepAborted
+from penstock.errors import Fenced, InvalidInput, LogAway, PenstockError, StepAborted
 from penstock.frames import encode
-from penstock.log import Log, SqliteLog
+from penstock.log import GroupRow, Log, Record, SqliteLog
 from penstock.log.decision_records import Discard as Discarded
 from penstock.packing import Packing
 from penstock.plane.engine import Engine
@@ -37,8 +37,9 @@ from penstock.protocol.lease_messages import (
     OfferPrompts,
     Renew,
 )
-from penstock.protocol.message_header import pack_message
+from penstock.protocol.message_header import pack_message, read_from_plane
 from penstock.protocol.messages import (
+    Answers,
     Ask,
     AskGroups,
     AskRoom,
@@ -49,13 +50,16 @@ from penstock.protocol.messages import (
     Damaged,
     Discard,
     Fail,
+    Frames,
     FromProducer,
     FromRank,
     GiveUp,
     Hello,
     OpenSegment,
+    Peer,
     Put,
     Received,
+    Rejected,
     Report,
     Request,
     SettleGroup,
@@ -231,6 +235,128 @@ def test_ranks_of_a_real_plane_are_told(open_plane: OpenPlane) -> None:
     with plane.source(0, prefetch=0) as source, pytest.raises(StepAborted, match="OverflowError"):
         source.step(timeout=30)
     assert plane.put(named_group("c"))
+
+
+class FailingLog(SqliteLog):
+    """A log in which one kind of query or write fails, as it would for a value that the database cannot hold."""
+
+    failing = ""
+
+    def metadata_of(self, ops: Sequence[int]) -> dict[int, bytes]:
+        self._try("draw" if ops else "rebuild")
+        return super().metadata_of(ops)
+
+    def set_meta(self, name: str, value: int | str) -> None:
+        self._try({"next_step": "commit", "session": "join"}.get(name, name))
+        super().set_meta(name, value)
+
+    def set_snapshot(self, op: int, data: bytes) -> None:
+        self._try("snapshot")
+        super().set_snapshot(op, data)
+
+    def add_record(self, op: int, record: Record) -> None:
+        self._try("decision")
+        super().add_record(op, record)
+
+    def add_groups(self, rows: Sequence[tuple[GroupRow, bytes]]) -> None:
+        self._try("group")
+        super().add_groups(rows)
+
+    def _try(self, what: str) -> None:
+        if what in self.failing.split(" and "):
+            raise OverflowError("int too large")
+
+
+class Answered(Wire):
+    """Keeps why puts and decisions were rejected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rejected: list[str] = []
+
+    def send(self, peer: Peer, header: bytes, frames: Frames = ()) -> bool:
+        message = read_from_plane(header)
+        answers = message.answers if isinstance(message, Answers) else (message,)
+        self.rejected += [answer.reason for answer in answers if isinstance(answer, Rejected)]
+        return super().send(peer, header, frames)
+
+
+def trains(line: Line, wire: Wire, peer: int, log: FailingLog, failing: str = "") -> bool:
+    """Join as the rank, take the next step and commit it while something fails. Returns whether it was committed."""
+    step = line.server.engine.next_step
+    log.failing = failing if failing != "commit" else ""  # to join sets where it begins, as a commit does
+    line.say(hello(f"of peer {peer}"), peer=peer)
+    line.say(Request(session=0, step=step), peer=peer)
+    line.turn(3)
+    log.failing = failing
+    line.say(Received(session=0, step=step, digest=wire.digests.get(peer, "")), peer=peer)
+    line.say(Commit(session=0, step=step), peer=peer)
+    log.failing = ""
+    return line.server.engine.next_step == step + 1
+
+
+@pytest.mark.parametrize(
+    ("failing", "counted"),
+    [
+        ("draw", {}),
+        ("join", {"decisions_failed": 1}),
+        ("commit", {"decisions_failed": 1}),
+        ("snapshot", {"snapshots_skipped": 1}),
+    ],
+)
+def test_what_fails_on_the_way_of_a_step_fails_for_its_ranks_only(
+    tmp_path: Path, failing: str, counted: dict[str, int]
+) -> None:
+    wire, log = Wire(), FailingLog(tmp_path)
+    made = PlaneSettings(packing=Packing(ranks=1, seq_len=64), target=Target(groups=2), run=RUN, snapshot_every=1)
+    line = Line(PlaneLoop(made, log, [wire], workers=Inline()), wire)
+    engine = line.server.engine
+    line.put("a", "b", "c", "d")
+    committed = trains(line, wire, 1, log, failing)
+    assert committed is (failing == "snapshot")  # which concerns no rank
+    failed = ("messages_failed", "decisions_failed", "snapshots_skipped")
+    assert {name: engine.counts[name] for name in failed} == dict.fromkeys(failed, 0) | counted
+    if failing in ("draw", "commit"):
+        assert line.server.coordinator.failure is not None
+        assert "OverflowError: int too large" in line.server.coordinator.failure.reason
+    line.say(Bye(session=0), peer=1)
+    assert trains(line, wire, 2, log)
+    assert engine.ledger.balanced
+    line.server._close()
+
+
+def test_a_plane_whose_memory_cannot_be_rebuilt_ends_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    wire, log = Wire(), FailingLog(tmp_path)
+    made = PlaneSettings(packing=Packing(ranks=1, seq_len=64), target=Target(groups=2), run=RUN)
+    line = Line(PlaneLoop(made, log, [wire], workers=Inline()), wire)
+    line.put("a", "b")
+    with pytest.raises(LogAway, match=r"memory cannot be rebuilt from the log: OverflowError.*start the plane"):
+        trains(line, wire, 1, log, "draw and rebuild")
+    line.server._close()
+    wire, log = Wire(), FailingLog(tmp_path)
+    line = Line(PlaneLoop(made, log, [wire], workers=Inline()), wire)
+    assert trains(line, wire, 1, log)
+    line.server._close()
+
+
+def test_a_put_or_a_decision_that_cannot_be_recorded_is_an_error_to_its_caller(tmp_path: Path) -> None:
+    wire, log = Answered(), FailingLog(tmp_path)
+    made = PlaneSettings(packing=Packing(ranks=1, seq_len=64), target=Target(groups=2), run=RUN)
+    line = Line(PlaneLoop(made, log, [wire], workers=Inline()), wire)
+    engine = line.server.engine
+    log.failing = "decision"
+    line.say(Discard(ticket=1, reason="x", samples=3), peer=9)
+    log.failing = "group"
+    line.put("a")
+    line.turn(3)
+    assert ["OverflowError: int too large" in reason for reason in wire.rejected] == [True, True]
+    assert engine.ledger.discarded == {} and engine.ledger.as_dict()["accepted"] == 0
+    log.failing = ""
+    line.say(Discard(ticket=1, reason="x", samples=3), peer=9)
+    line.put("a", "b")
+    assert engine.ledger.discarded == {"x": 3} and engine.ledger.accepted == 4
+    assert trains(line, wire, 1, log)
+    line.server._close()
 
 
 # ------------------------------------------------------------------ every field of every message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -224,6 +225,53 @@ def test_damage_is_told_from_a_frame_that_was_freed(tmp_path: Path) -> None:
         recorded.verify()
     found = rerun(recorded, tmp_path / "again")
     assert (found.same, found.steps, found.skipped) == (True, 1, 1)
+
+
+SIZES = "[target]\ngroups = 2\n[packing]\nseq_len = 64\n"
+ALTERED = [
+    ("groups", "state", 2**31, "has state 2147483648; from 0 to 7 are known"),
+    ("groups", "state", -1, "has state -1"),
+    ("groups", "kinds", b"\xff" * 50, "kinds cannot be read"),
+    ("groups", "kinds", 1, "kinds cannot be read"),
+    ("groups", "size", 2**60, "size is 1152921504606846976"),
+    ("groups", "samples", -1, "samples is -1"),
+    ("groups", "at", float("inf"), "at is inf"),
+    ("groups", "op", 77, "has group 1, which the log does not have"),
+    ("groups", "location", b"\xff", "location is b'"),
+    ("records", "data", b"\xc1", "a decision cannot be read"),
+    ("records", "data", 1, "a decision cannot be read"),
+    ("steps", "manifest", b"", "step manifest"),
+    ("steps", "manifest", 1, "step manifest"),
+    ("steps", "step", -1, "step -1 comes after step 0"),
+    ("steps", "op", "x", "its decision is 'x'"),
+    ("meta", "format", "", "format "),
+    ("meta", "next_step", "x", "next_step is 'x', not a number"),
+    ("meta", "settings", "ranks 1", "the recorded settings cannot be read"),
+    ("meta", "settings", SIZES + "ranks = 1000000000", "ranks: 1000000000"),
+    ("meta", "settings", SIZES + "ranks = 2\n[replay]\ncapacity = 1000000000000", "capacity: 1000000000000"),
+]
+
+
+@pytest.mark.parametrize(("table", "column", "value", "words"), ALTERED, ids=lambda given: str(given)[:20])
+def test_a_log_with_values_that_no_plane_writes_is_our_error(
+    table: str, column: str, value: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = open_engine(tmp_path / "run", retain="all", retain_steps=1)
+    put_to(engine, "a", "b", "c", "d")
+    engine.report({"c": 2.0}, {})
+    for number in (1, 2):
+        step(engine, number)
+    end(engine)
+    with closing(sqlite3.connect(tmp_path / "run" / "log.sqlite")) as log, log:
+        if table == "meta":
+            log.execute("UPDATE meta SET value = ? WHERE substr(name, 1, ?) = ?", (value, len(column), column))
+        else:
+            change = f"UPDATE {table} SET {column} = ? WHERE rowid = (SELECT min(rowid) FROM {table})"
+            log.execute(change, (value,))
+    assert main(["rerun", str(tmp_path / "run"), "--diff"]) == 1
+    assert words in capsys.readouterr().err
+    for command in (["inspect"], ["storage", "check"], ["tokens"], ["quarantine"]):
+        assert main([*command, str(tmp_path / "run")]) in (0, 1)  # reads other values; what it reads it can name
 
 
 def test_a_storage_elsewhere_is_found(tmp_path: Path) -> None:

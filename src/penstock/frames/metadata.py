@@ -165,7 +165,7 @@ def _inflated(data: bytes) -> bytes:
     reader = zlib.decompressobj()
     try:
         found = reader.decompress(data, _MAX_BYTES)
-    except zlib.error as error:
+    except (zlib.error, TypeError) as error:
         raise CorruptFrame(f"metadata of a group: {error}") from None
     if not reader.eof or reader.unused_data:
         raise CorruptFrame(f"metadata of a group: cut off, or more than {_MAX_BYTES:,} bytes, or with more behind them")

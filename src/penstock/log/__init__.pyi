@@ -39,6 +39,7 @@ from penstock.log.log_rows import SegmentRow as SegmentRow
 from penstock.log.log_rows import State as State
 from penstock.log.log_rows import Summary as Summary
 from penstock.log.log_rows import Unlisted as Unlisted
+from penstock.log.log_rows import state_of as state_of
 from penstock.log.pids import is_alive as is_alive
 from penstock.log.pids import is_gone as is_gone
 from penstock.log.pids import pid_space as pid_space

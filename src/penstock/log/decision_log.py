@@ -24,13 +24,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from penstock.errors import Fenced
+from penstock.errors import CorruptFile, Fenced
 from penstock.log.decision_records import Record, pack_record, read_record
 from penstock.log.log_rows import (
     GROUP_COLUMNS,
     NO_KINDS,
     SELECT_GROUPS,
-    STATES,
     GroupOutcome,
     GroupRow,
     SegmentRow,
@@ -41,6 +40,7 @@ from penstock.log.log_rows import (
     pack_outcome,
     read_outcome,
     read_summary,
+    state_of,
 )
 from penstock.log.run_folder import Disk
 
@@ -85,7 +85,11 @@ class LogReader(ABC):
 
     def meta(self, name: str, default: int) -> int:
         row = self.first("SELECT value FROM meta WHERE name = ?", (name,))
-        return default if row is None else int(row[0])
+        try:
+            return default if row is None else int(row[0])
+        except (TypeError, ValueError):
+            found = f"{row[0]!r:.40}" if row else ""
+            raise CorruptFile(f"{self.where}: {name} is {found}, not a number; restore it from a copy") from None
 
     def text(self, name: str) -> str:
         """Return a named value as text, or "" if there is none."""
@@ -121,7 +125,7 @@ class LogReader(ABC):
     def states_of(self, groups: Sequence[str]) -> dict[str, tuple[int, State, str]]:
         """Return op, recorded state and reason of groups, by id. Unknown ones are left out."""
         found = self._keyed("SELECT id, op, state, reason FROM groups WHERE id", groups)
-        return {group: (op, State(state), reason) for group, op, state, reason in found}
+        return {group: (op, state_of(state), reason) for group, op, state, reason in found}
 
     def is_discarded(self, name: str) -> bool:
         return self.first("SELECT 1 FROM discards WHERE name = ?", (name,)) is not None
@@ -166,7 +170,7 @@ class LogReader(ABC):
     def totals(self) -> dict[tuple[State, str], int]:
         """Return the number of samples by recorded state and reason."""
         query = "SELECT state, reason, CAST(SUM(samples) AS BIGINT) FROM groups GROUP BY state, reason"
-        return {(State(state), reason): samples for state, reason, samples in self.rows(query)}
+        return {(state_of(state), reason): samples for state, reason, samples in self.rows(query)}
 
     # -------------------------------------------------------------- decisions and steps
 
@@ -197,7 +201,7 @@ class LogReader(ABC):
         for step, op, manifest, state in self._ordered(
             "SELECT step, op, manifest, state FROM steps", "step", first - 1
         ):
-            yield step, op, manifest, STATES[state]
+            yield step, op, manifest, state_of(state)
 
     # -------------------------------------------------------------- what became of groups
 

@@ -258,5 +258,5 @@ def pack_record(record: Record) -> bytes:
 def read_record(data: bytes) -> Record:
     try:
         return _READ.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, TypeError, UnicodeDecodeError) as error:
         raise CorruptFile(f"log: a decision cannot be read: {error}; restore the folder from a copy") from None

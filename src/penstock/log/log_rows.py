@@ -42,6 +42,13 @@ STATES = tuple(State)
 """States by number. Ten times faster than `State(number)`, which matters when a long run is read again."""
 
 
+def state_of(number: object) -> State:
+    """Return the state that a log has as a number. Raises CorruptFile if there is none."""
+    if isinstance(number, int) and 0 <= number < len(STATES):
+        return STATES[number]
+    raise CorruptFile(f"log: a group or step has state {number!r:.40}; from 0 to {len(STATES) - 1} are known")
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentRow:
     """A segment that may hold frames."""
@@ -98,7 +105,7 @@ class GroupRow:
     tokens: Annotated[int, Column("int")]
     size: Annotated[int, Column("int")]
     """Bytes of its frame."""
-    state: Annotated[State, Column("small", write=int, read=STATES.__getitem__)] = State.HELD
+    state: Annotated[State, Column("small", write=int, read=state_of)] = State.HELD
     reason: Annotated[str, Column("text")] = ""
     """Why it was dropped or quarantined."""
     # Memory keeps its own counts and never compares times, so two rows are equal whatever these two say.
@@ -136,8 +143,14 @@ _READS = [(place, column.read) for place, column in enumerate(COLUMNS_OF_GROUPS.
 def group_row(found: tuple[Any, ...]) -> GroupRow:
     """Make a row from what `SELECT_GROUPS` returned."""
     values = list(found)
-    for place, read in _READS:
-        values[place] = read(values[place])
+    try:
+        for place, read in _READS:
+            values[place] = read(values[place])
+    except (TypeError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        column = list(COLUMNS_OF_GROUPS)[place]
+        raise CorruptFile(
+            f"log: group {found[1]!r:.60}: {column} cannot be read: {error}; restore it from a copy"
+        ) from None
     return GroupRow(*values)
 
 

@@ -122,5 +122,5 @@ _READ = msgspec.msgpack.Decoder(Manifest)
 def read_manifest(data: bytes) -> Manifest:
     try:
         return _READ.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, TypeError, UnicodeDecodeError) as error:
         raise CorruptFile(f"step manifest: {error}; the log was altered, or written by a later version") from None

@@ -13,7 +13,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from penstock.errors import ConfigError, CorruptFile, DiskFull, Fenced, PenstockError, StorageError, WaitTimeout
+from penstock.errors import (
+    ConfigError,
+    CorruptFile,
+    DiskFull,
+    Fenced,
+    LogAway,
+    PenstockError,
+    StorageError,
+    WaitTimeout,
+)
 from penstock.frames import EvalMetadata
 from penstock.log import AdmitGroup, Discard, GroupOutcome, GroupRow, Log, Record, Shorten, State, numbers_taken
 from penstock.plane.evaluations import Evaluations
@@ -50,14 +59,26 @@ class Recorder:
         self.state: PlaneState
         self.saved_op = 0
         """The last decision in the snapshot."""
-        self.rebuild()
+        self._load()
 
     @property
     def tenant_tables(self) -> TenantTables:
         return self.state.tenant_tables
 
     def rebuild(self) -> None:
-        """Rebuild memory from the log. What is not in the log did not happen."""
+        """Rebuild memory from the log. What is not in the log did not happen.
+
+        If that fails, the error is one that ends the plane: memory holds half of a decision, such as a step that is
+        drawn and has no plan, and every later session would fail at it."""
+        try:
+            self._load()
+        except (Fenced, LogAway):
+            raise
+        except Exception as error:
+            text = failure_text(error)
+            raise LogAway(f"memory cannot be rebuilt from the log: {text}; start the plane again") from error
+
+    def _load(self) -> None:
         settings = self._settings
         self.state = rebuild(
             self.log,

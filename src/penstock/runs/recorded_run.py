@@ -13,13 +13,16 @@ from pathlib import Path
 
 import xxhash
 
-from penstock.arrays import ALL_OR_NONE, TOPK, Sample, Samples
+from penstock.arrays import ALL_OR_NONE, MAX_VERSION, TOPK, Sample, Samples
 from penstock.errors import CorruptFile
 from penstock.frames import NO_LATE, GroupMetadata, attach_late, decode, encode
 from penstock.log import AwaitColumns, Awaited, GroupRow, LogReader, read_record, reading
 from penstock.plane import SETTINGS, read_manifest
 from penstock.runs.run_log import reading_run, storage_of_run
 from penstock.storage import Gone, KeptStorage, parse_location
+
+_LAST_SECOND = 253_402_300_799
+"""Of the year 9999: a later time cannot be printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +78,20 @@ class RecordedRun:
     def _read(self, log: LogReader, meta: dict[str, str]) -> None:
         self.run_id, self.retains_all = meta.get("run_id", ""), meta.get("retain") == "all"
         texts = ((name, meta[name]) for name in sorted(meta) if name.startswith(SETTINGS))
-        self.settings = [(int(name.removeprefix(SETTINGS)), text) for name, text in texts]
-        self.run = "" if not self.settings else str(tomllib.loads(self.settings[-1][1]).get("run", ""))
-        self.groups = {row.op: row for row in log.groups()}
+        try:
+            self.settings = [(int(name.removeprefix(SETTINGS)), text) for name, text in texts]
+            self.run = "" if not self.settings else str(tomllib.loads(self.settings[-1][1]).get("run", ""))
+        except ValueError as error:
+            raise CorruptFile(f"{log.where}: the recorded settings cannot be read: {error}") from None
+        self.groups = {row.op: _checked(row, log.where) for row in log.groups()}
         self.records = {op: RecordEntry(op, data) for op, data in log.rows("SELECT op, data FROM records")}
         query = "SELECT step, op, manifest FROM steps WHERE step < ? ORDER BY step"
-        for step, op, data in log.rows(query, (int(meta.get("next_step", 1)),)):
+        for step, op, data in log.rows(query, (log.meta("next_step", 1),)):
+            if not isinstance(op, int):
+                raise CorruptFile(f"{log.where}: step {step}: its decision is {op!r:.40}, and must be a number")
             manifest = read_manifest(data)
+            if unknown := [group for group in manifest.groups if group not in self.groups]:
+                raise CorruptFile(f"{log.where}: step {step} has group {unknown[0]}, which the log does not have")
             self.steps[step] = StepEntry(step, op, manifest.groups, manifest.digests, manifest.oldest_version)
 
     def has_frame(self, op: int) -> bool:
@@ -167,6 +177,19 @@ class RecordedRun:
                 continue
             read += 1
         return read
+
+
+def _checked(row: GroupRow, where: str) -> GroupRow:
+    """Raise CorruptFile if a row has numbers that no plane writes. What reads them adds them up and prints them."""
+    if not isinstance(row.location, str):
+        raise CorruptFile(f"{where}: group {row.id!r:.60}: location is {row.location!r:.40}, and must be text")
+    for name in ("op", "samples", "tokens", "size", "at"):
+        value, most = getattr(row, name), _LAST_SECOND if name == "at" else MAX_VERSION
+        if not isinstance(value, (int, float)) or not 0 <= value <= most:
+            raise CorruptFile(
+                f"{where}: group {row.id!r:.60}: {name} is {value!r:.40}; from 0 to {most:,} are possible"
+            )
+    return row
 
 
 def _without_partial(samples: Samples, late: Iterable[str]) -> Sequence[Sample]:

@@ -259,6 +259,10 @@ class _Life:
     def step(self, entry: StepEntry) -> None:
         """Draw and plan a step, and compare it."""
         self._next_step = entry.step
+        if entry.step != self.engine.last_step + 1:
+            raise CorruptFile(
+                f"log: step {entry.step} comes after step {self.engine.last_step}; restore it from a copy"
+            )
         if not entry.digests or not self._without.isdisjoint(entry.groups):
             self._draw_only(entry)
             self.skipped += 1

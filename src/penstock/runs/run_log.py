@@ -35,6 +35,7 @@ from penstock.log import (
     open_existing,
     read_record,
     reading,
+    state_of,
 )
 from penstock.plane import SETTINGS, Ledger, Manifest, read_manifest
 from penstock.protocol import OVER_LENGTH
@@ -94,7 +95,7 @@ def reading_run(folder: Path) -> Iterator[tuple[LogReader, dict[str, str]]]:
         raise InvalidInput(f"{folder}: no {LOG} in it; give the folder that a plane was opened on")
     with reading(folder) as log:
         meta = log.all_meta()
-        if int(meta.get("format", FORMAT)) != FORMAT:
+        if meta.get("format", str(FORMAT)) != str(FORMAT):
             raise CorruptFile(f"{log.where}: format {meta['format']}; this version reads format {FORMAT}")
         yield log, meta
 
@@ -108,13 +109,13 @@ def read_run(folder: str | Path, *, steps: int | None = None, groups: int | None
     if not root.is_dir():
         raise InvalidInput(f"{root}: not a folder; give the folder of a run")
     with reading_run(root) as (log, meta):
-        next_step = int(meta.get("next_step", 1))
+        next_step = log.meta("next_step", 1)
         return {
             "folder": str(root),
             "run_id": meta.get("run_id", ""),
             "log": log.where,
-            "epoch": int(meta.get("epoch", 0)),
-            "session": int(meta.get("session", 0)),
+            "epoch": log.meta("epoch", 0),
+            "session": log.meta("session", 0),
             "next_step": next_step,
             "retain": meta.get("retain", "steps"),
             **_counts(log, next_step),
@@ -208,7 +209,7 @@ def _counts(log: LogReader, next_step: int) -> dict[str, Any]:
     for state, reason, count, samples, uses, tokens, size, kept in rows:
         ledger.accepted += samples
         ledger.uses += uses
-        ledger.add(State(state), reason, samples)
+        ledger.add(state_of(state), reason, samples)
         totals["num_groups"] += count
         totals["num_tokens"] += tokens
         totals["frame_bytes"] += kept
@@ -340,7 +341,7 @@ def forgettable(folder: Path) -> Forgettable:
             raise InvalidInput(
                 f'{folder}: keeps what `retain_steps` says already; it was never started with retain="all"'
             )
-        oldest = int(meta.get("oldest_step", 1))
+        oldest = log.meta("oldest_step", 1)
         rows = log.rows("SELECT op, size FROM groups WHERE location != '' AND state IN (?, ?)", _ENDED)
         sizes = {int(op): int(size) for op, size in rows}
         for (data,) in log.rows("SELECT manifest FROM steps WHERE step >= ?", (oldest,)):

@@ -214,7 +214,7 @@ def read_view(folder: Path, *, brief: bool = False) -> tuple[LogView, int]:
         if "meta" not in tables:
             return view, FORMAT
         meta = log.all_meta()
-        found = int(meta.get("format", FORMAT))
+        found = log.meta("format", FORMAT)
         if found != FORMAT or brief or "frees" not in tables:
             view.storage = meta.get("storage", "")
             return view, found
@@ -227,8 +227,8 @@ def read_view(folder: Path, *, brief: bool = False) -> tuple[LogView, int]:
 
 def _fill(view: LogView, log: LogReader, meta: dict[str, str]) -> None:
     view.run_id, view.storage = meta.get("run_id", ""), meta.get("storage", "")
-    view.epoch, view.commits = int(meta.get("epoch", 0)), int(meta.get("commits", 0))
-    view.next_step = int(meta.get("next_step", 1))
+    view.epoch, view.commits = log.meta("epoch", 0), log.meta("commits", 0)
+    view.next_step = log.meta("next_step", 1)
     view.last_op = log.last_op
     row = log.first("SELECT MAX(step) FROM steps")
     view.last_step = 0 if row is None else row[0] or 0

@@ -104,9 +104,9 @@ def parse_location(text: str) -> Location:
     >>> parse_location("3f9c21d07b6a4e58:8192:310284").size
     310284
     """
-    found = _LOCATION.fullmatch(text)
+    found = _LOCATION.fullmatch(str(text))  # a damaged log may have bytes
     if found is None:
-        raise CorruptFrame(f"location {text[:80]!r}: must be SEGMENT:OFFSET:BYTES")
+        raise CorruptFrame(f"location {text!r:.80}: must be SEGMENT:OFFSET:BYTES")
     return Location(found[1], int(found[2]), int(found[3]))
 
 

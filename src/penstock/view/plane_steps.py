@@ -24,7 +24,7 @@ import numpy as np
 
 from penstock.arrays import NO_VERSION, Sample, Samples
 from penstock.errors import CorruptFile, PenstockError, UnknownKey
-from penstock.log import GroupRow, State, is_run, reading
+from penstock.log import GroupRow, State, is_run, reading, state_of
 from penstock.packing import pack
 from penstock.runs import (
     LoggedStep,
@@ -296,7 +296,7 @@ def _lengths(plane: Path) -> dict[str, float]:
     )
     with reading(plane) as log:
         rows = list(log.rows(query, (int(State.EVALUATION),)))
-    found = {State(state).name.lower(): tokens / samples for state, tokens, samples in rows if samples}
+    found = {state_of(state).name.lower(): tokens / samples for state, tokens, samples in rows if samples}
     samples = sum(samples for _, _, samples in rows)
     return found | ({"accepted": sum(tokens for _, tokens, _ in rows) / samples} if samples else {})
 
