@@ -65,6 +65,7 @@ def test_branches_are_read_as_they_are_given() -> None:
     [
         ({"rollouts": []}, "rollouts: expected 'array' of length >= 1"),
         ({"rollouts": [None] * 65_537}, "rollouts: expected 'array' of length <= 65536"),
+        ({"rollouts": [{"turns": [0] * 200_000}] * 2}, "rollouts: 400000 turns; at most 262144 in a group"),
         ({"prompt": 17}, "prompt: int; must be str"),
         ({"promt": "a"}, "group: unknown field 'promt'"),
         ({"advantage": "gae"}, "advantage: invalid enum value 'gae'"),

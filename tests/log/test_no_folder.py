@@ -59,6 +59,7 @@ def test_a_killed_plane_is_started_elsewhere_and_goes_on(
     assert list(here.iterdir()) == list(there.iterdir()) == []
     where = f"{postgres.url}#moving"
     assert main(["inspect", where]) == 0
+    assert "epoch 2" in capsys.readouterr().out
     assert main(["storage", "check", where]) == 0
     assert main(["copy", where, str(tmp_path / "copy")]) == 0
     capsys.readouterr()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,8 +15,10 @@ import penstock as ps
 from penstock.arrays.digests import sample_digests, step_digest
 from penstock.client.source import Source
 from penstock.client.source_settings import SourceSettings
-from penstock.errors import Overloaded, PeerError, PlaneLost, StepAborted
+from penstock.errors import Overloaded, PeerError, PlaneLost, StepAborted, StorageError
 from penstock.frames import decode
+from penstock.plane.intake import Intake
+from penstock.plane.step_builder import PlannedStep, StepBuilder
 from penstock.protocol.message_header import pack_message, read_from_plane
 from penstock.protocol.messages import Deliver
 from penstock.transport.interface import ClientTransport, Envelope
@@ -66,6 +70,65 @@ def test_a_step_one_rank_cannot_unpack_is_given_to_none(open_plane: OpenPlane) -
     put(plane, "a", "b")
     assert "step 1: rank 1: CorruptFrame: rank plan" in same_words(together(good.step, bad.step))
     close([good, bad])
+
+
+class Panic(BaseException):
+    """As extensions in Rust raise it: no `Exception`."""
+
+
+class PanickingSource(Source):
+    """A rank whose storage panics."""
+
+    def _read(self, arrived: Any) -> Any:
+        raise Panic("index out of bounds")
+
+
+def test_a_panic_on_one_rank_stops_all(open_plane: OpenPlane) -> None:
+    plane = open_plane()
+    good = plane.source(0, world=2, resume_step=1)
+    bad = PanickingSource(plane._connect(), SourceSettings(rank=1, world=2, timeouts=FAST))
+    put(plane, "a", "b")
+    found = together(partial(good.step, timeout=60), partial(bad.step, timeout=60))
+    assert "step 1: rank 1: Panic: index out of bounds" in same_words(found)
+    close([good, bad])
+
+
+class PanickingBuilder(StepBuilder):
+    def plan(self, metadata: Any, oldest_version: int = 0) -> PlannedStep:
+        raise Panic("in the packer")
+
+
+def test_a_panic_in_the_packer_is_told_to_every_rank_and_quarantines_nothing(open_plane: OpenPlane) -> None:
+    plane = open_plane()
+    assert plane._server is not None
+    pipeline, settings = plane._server._pipeline, plane._server.settings
+    honest = pipeline._builder
+    pipeline._builder = PanickingBuilder(settings.packing, plane._server.engine.storage)
+    put(plane, "a", "b")
+    ranks = sources(plane)
+    assert "Panic: in the packer" in same_words(together(*(partial(rank.step, timeout=60) for rank in ranks)))
+    close(ranks)
+    assert plane.ledger.quarantined == 0
+    pipeline._builder = honest
+    ranks = sources(plane)
+    steps_of(together(*(rank.step for rank in ranks)))
+    close(ranks)
+
+
+class PanickingIntake(Intake):
+    def take(self, groups: Any) -> None:
+        raise Panic("while writing")
+
+
+def test_a_panic_while_a_group_is_stored_is_that_puts_error(open_plane: OpenPlane) -> None:
+    plane = open_plane()
+    assert plane._server is not None
+    pipeline = plane._server._pipeline
+    honest, pipeline._intake = pipeline._intake, PanickingIntake(plane._server.settings, plane._server.engine.writer)
+    with pytest.raises(StorageError, match="group 'a': Panic: while writing; the plane could not store it"):
+        plane.put(named_group("a"), timeout=60)
+    pipeline._intake = honest
+    assert plane.put(named_group("a"), timeout=60)
 
 
 def test_an_exception_in_a_ranks_block_reaches_the_others(open_plane: OpenPlane) -> None:

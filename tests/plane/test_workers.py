@@ -57,6 +57,25 @@ def test_what_a_job_raises_is_its_result(workers: Workers) -> None:
     assert (str(handled[0]), handled[1]) == ("17", "the next one")
 
 
+class PanicException(BaseException):
+    """As extensions in Rust raise it: no `Exception`."""
+
+
+def test_a_panic_in_a_job_is_its_result_and_the_next_one_runs() -> None:
+    workers = Threads()
+    handled: list[object] = []
+
+    def panics() -> None:
+        raise PanicException("index out of bounds")
+
+    workers.submit("one", panics, handled.append)
+    workers.submit("one", lambda: "the next one", handled.append)
+    finish_until(workers, lambda: len(handled) == 2)
+    workers.close()
+    assert isinstance(handled[0], RuntimeError)
+    assert (str(handled[0]), handled[1]) == ("PanicException: index out of bounds", "the next one")
+
+
 def test_what_handling_raises_reaches_the_loop_and_loses_no_other_result(workers: Workers) -> None:
     handled: list[object] = []
     arrived = threading.Event()

@@ -6,13 +6,26 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import io
 import socket
-from collections.abc import Iterator
+import sqlite3
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
+import numpy as np
 import zmq
+
+import penstock as ps
+from penstock.protocol.message_header import pack_message
+from penstock.protocol.messages import Discard, SettleGroup, SetWeight
+from tests.support.groups import named_group
 
 _MIB = 1 << 20
 
@@ -79,6 +92,24 @@ def silent_connections(url: str, said: bytes = b"", count: int = 1030) -> Iterat
         yield
 
 
+def many_bodies(url: str, token: str, body: bytes, *, count: int = 16) -> list[int]:
+    """JSON groups, all at once, each over a connection of its own. Returns the statuses."""
+
+    def post(_: int) -> int:
+        place = urlsplit(url)
+        line = http.client.HTTPConnection(place.hostname or "", place.port or 0, timeout=300)
+        with contextlib.closing(line):
+            headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+            try:
+                line.request("POST", "/v1/groups", body, headers)
+                return line.getresponse().status
+            except OSError:  # cut
+                return 0
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(post, range(count)))
+
+
 # ------------------------------------------------------------------ ZeroMQ
 
 
@@ -115,6 +146,27 @@ def large_puts(url: str, frame: bytes | bytearray, *, count: int = 6) -> None:
     context.term()
 
 
+def huge_names(url: str, run_id: str, *, mebibytes: int = 10, count: int = 20) -> None:
+    """Requests of a client that does not look how long its names are, all at once."""
+    name, run = "x" * (mebibytes * _MIB), bytes.fromhex(run_id)
+    kinds = (
+        Discard(ticket=1, reason=name, samples=1),
+        Discard(ticket=1, reason="x", samples=1, key=name),
+        SettleGroup(ticket=1, group=name, drop=True),
+        SetWeight(ticket=1, tenant=name, weight=1.0),
+        SetWeight(ticket=1, tenant=name, weight=0.0),
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    end = context.socket(zmq.DEALER)
+    end.connect(url)
+    for _ in range(count):
+        for message in kinds:
+            end.send(pack_message(message, run))
+    end.poll(60_000)  # until one was answered
+    end.close(linger=20_000)
+    context.term()
+
+
 # ------------------------------------------------------------------ files
 
 
@@ -124,3 +176,74 @@ def sparse_message(folder: Path, number: int, *, size: int = 3 << 30) -> Path:
     with path.open("wb") as file:
         file.truncate(size)
     return path
+
+
+def odd_entries(folder: Path, *, count: int = 3000) -> None:
+    """Make links, dangling links and folders under messages' names."""
+    for i in range(count):
+        path = folder / "plane" / f"c{i:016x}-{1:020d}.msg"
+        if i % 3 == 0:
+            path.symlink_to("/dev/zero")
+        elif i % 3 == 1:
+            path.symlink_to("/nowhere")
+        else:
+            path.mkdir()
+
+
+def expanded_tensor(path: Path, *, values: int = 100_000_000) -> None:
+    """Save a `.pt` file of some kilobytes, of a tensor with one value of data."""
+    import torch
+
+    experts = torch.zeros(1, dtype=torch.int32).expand(1, values)
+    sample = {"tokens": [1, 2], "response_length": 1, "reward": 1.0, "group_index": 0, "index": 0}
+    torch.save({"rollout_id": 0, "samples": [sample | {"rollout_routed_experts": experts}]}, path)
+
+
+def compressed_zeros(path: Path, *, gibibytes: int) -> None:
+    """Save a `.npz` file of zeros, a thousandth of what it expands to."""
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "|u1", "fortran_order": False, "shape": (1, gibibytes << 30)})
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file,
+        file.open("input_ids.npy", "w", force_zip64=True) as part,
+    ):
+        part.write(head.getvalue())
+        for _ in range(gibibytes << 4):
+            part.write(bytes(1 << 26))
+
+
+def archive(folder: Path, old: str = "", new: str = "") -> None:
+    """Make a run of one step that keeps everything, and change its recorded settings: text for text."""
+    with ps.open(folder, ranks=1, seq_len=64, groups_per_step=1, retain="all") as plane:
+        plane.put(named_group("a"))
+        with plane.source(0) as source:
+            source.commit(source.step(timeout=60))
+            source.flush()
+    with contextlib.closing(sqlite3.connect(folder / "log.sqlite")) as log:
+        found = log.execute("UPDATE meta SET value = replace(value, ?, ?) WHERE name LIKE 'settings %'", (old, new))
+        assert found.rowcount == 1
+        log.commit()
+
+
+# ------------------------------------------------------------------ commands
+
+_COMMAND = """
+import sys
+from pathlib import Path
+from penstock.cli import main
+try:
+    code = main(sys.argv[1:])
+finally:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    print(line.split()[1], file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def command_peak(arguments: Sequence[str]) -> tuple[float, int, str]:
+    """Run a command. Returns its peak of resident memory in MB, its exit code, and what it said of an error."""
+    done = subprocess.run(
+        [sys.executable, "-c", _COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=600
+    )
+    *said, peak = done.stderr.splitlines()
+    return int(peak) / 1024, done.returncode, "\n".join(said)

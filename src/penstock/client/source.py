@@ -329,7 +329,7 @@ class Source:
             return
         except CorruptFrame:
             is_intact = False
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
             self._fail(message.step, f"{type(error).__name__}: {error}")
             return
         if not is_intact:
@@ -341,7 +341,7 @@ class Source:
             rank_plan = RankPlan.from_bytes(message.plan)
             batches = fill(samples, rank_plan, pool=self._pool)
             step = Step(message.step, message.digest, rank_plan, batches, message.numbers)
-        except Exception as error:  # noqa: BLE001 - the same
+        except BaseException as error:  # noqa: BLE001 - the same
             self._fail(message.step, f"{type(error).__name__}: {error}")
             return
         with self._lock:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from penstock.commands.terminal import size
 from penstock.commands.which_run import plane_folder
+from penstock.log import as_corrupt
 from penstock.runs import Copied, RunCopy
 
 _REST = 9
@@ -37,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with RunCopy(plane_folder(args.where), args.target, same_run=args.same_run) as copy:
+    folder = plane_folder(args.where)
+    with as_corrupt(folder), RunCopy(folder, args.target, same_run=args.same_run) as copy:
         found = _round(copy, as_json=args.json)
         if args.follow:
             _follow(copy, args)

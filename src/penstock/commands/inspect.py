@@ -22,6 +22,7 @@ from penstock.commands.terminal import aligned, masked_line, reasons_line, size
 from penstock.commands.which_run import RUN_HELP, plane_folder
 from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames import NAMES, PREFIX_SIZE, Block, Head, decode, describe, frame_size, raw_frames
+from penstock.log import as_corrupt
 from penstock.plane import Ledger
 from penstock.protocol import over_length_text
 from penstock.server import printable
@@ -213,9 +214,10 @@ def run_report(folder: Path, *, as_json: bool) -> str:
     """Return the text or JSON for a run's folder. JSON lists every step and every group."""
     from penstock.runs import read_run  # not needed for frames
 
-    if as_json:
-        return json.dumps(read_run(folder), indent=1)
-    return _run_text(read_run(folder, steps=_SHOWN, groups=_SHOWN))
+    with as_corrupt(folder):
+        if as_json:
+            return json.dumps(read_run(folder), indent=1)
+        return _run_text(read_run(folder, steps=_SHOWN, groups=_SHOWN))
 
 
 def _run_text(found: dict[str, Any]) -> str:

@@ -28,8 +28,9 @@ from penstock.client import open as open_plane
 from penstock.commands.terminal import Progress, size
 from penstock.commands.which_run import RUN_HELP, plane_folder
 from penstock.errors import InvalidInput
-from penstock.log import GroupRow
+from penstock.log import GroupRow, as_corrupt
 from penstock.runs import RecordedRun, rerun
+from penstock.server import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    recorded = RecordedRun.open(plane_folder(args.where, args.keys))
+    folder = plane_folder(args.where, args.keys)
+    with as_corrupt(folder):
+        return _run(RecordedRun.open(folder), args)
+
+
+def _run(recorded: RecordedRun, args: argparse.Namespace) -> int:
     if args.plane is not None:
         return _feed(recorded, args)
     if args.diff:
@@ -124,4 +130,4 @@ def _diff(recorded: RecordedRun, args: argparse.Namespace) -> int:
 
 
 def _print(data: dict[str, Any], text: str, *, as_json: bool) -> None:
-    print(json.dumps(data, indent=1) if as_json else text)
+    print(json.dumps(data, indent=1) if as_json else "\n".join(map(printable, text.split("\n"))))

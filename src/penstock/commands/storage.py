@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.commands.terminal import Progress, aligned, size
 from penstock.commands.which_run import folder_for, plane_folder
 from penstock.errors import InvalidInput
-from penstock.log import is_postgres
+from penstock.log import as_corrupt, is_postgres
 from penstock.server import printable
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return {"check": _check, "recover": _recover, "forget": _forget}[args.action](args)
+    with as_corrupt(args.where):
+        return {"check": _check, "recover": _recover, "forget": _forget}[args.action](args)
 
 
 class _BytesProgress(Progress):
@@ -129,7 +130,7 @@ def check_lines(report: Report) -> list[str]:
 
 
 def _state(report: Report, name: str, text: str) -> str:
-    return f"WRONG: {report.disagreements[name]}" if name in report.disagreements else text
+    return printable(f"WRONG: {report.disagreements[name]}" if name in report.disagreements else text)
 
 
 def _marker_text(report: Report) -> str:

@@ -25,6 +25,7 @@ from penstock.log.decision_records import Shorten as Shorten
 from penstock.log.decision_records import Weigh as Weigh
 from penstock.log.decision_records import numbers_taken as numbers_taken
 from penstock.log.decision_records import read_record as read_record
+from penstock.log.finding import as_corrupt as as_corrupt
 from penstock.log.finding import check_is_sqlite as check_is_sqlite
 from penstock.log.finding import is_run as is_run
 from penstock.log.finding import note_url as note_url

@@ -246,10 +246,9 @@ class LogReader(ABC):
         """Return the rows whose key is greater than `after`, ordered by key. The key is the query's first column."""
         return self.rows(f"{query} WHERE {key} > ? ORDER BY {key}", (after,))
 
-    def _keyed(self, query: str, keys: Sequence[int] | Sequence[str]) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows with these keys, in this order. The query begins and ends with the name of its key."""
-        for key in keys:
-            yield from self.rows(f"{query} = ?", (key,))
+    def _keyed(self, query: str, keys: Sequence[int] | Sequence[str]) -> list[tuple[Any, ...]]:
+        """Return the rows with these keys, in this order. The query begins and ends with the name of its key."""
+        return [row for key in keys for row in self.rows(f"{query} = ?", (key,))]
 
 
 # -------------------------------------------------------------------------------------------------------------- writing

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.errors import ConfigError, Conflict
+import msgspec
+
+from penstock.errors import ConfigError, Conflict, CorruptFile, PenstockError
 from penstock.log.decision_log import Log, LogReader
 from penstock.log.run_folder import LOG
 from penstock.log.sqlite_log import SqliteLog
@@ -32,17 +34,44 @@ def url_of(folder: str | Path) -> str:
         return ""
 
 
+_ODD = (
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    AssertionError,
+    RecursionError,
+    msgspec.MsgspecError,
+)
+"""What reading values raises that no plane writes: a number that is text, bytes that are no record, a step too many."""
+
+
+@contextmanager
+def as_corrupt(where: str | Path) -> Iterator[None]:
+    """Raise CorruptFile if a log holds values that no plane writes: it may be of a stranger, or damaged."""
+    try:
+        yield
+    except (PenstockError, OSError):
+        raise
+    except _ODD as error:
+        found = f"{type(error).__name__}: {str(error)[:300]}"
+        raise CorruptFile(
+            f"{where}: no plane writes what its log holds: {found}; restore the run from a copy"
+        ) from error
+
+
 @contextmanager
 def reading(folder: str | Path) -> Iterator[LogReader]:
     """Open a run's log to read one consistent state of it, while its plane works or long after."""
     url = url_of(folder)
     if not url:
-        with reading_sqlite(Path(folder) / LOG) as log:
+        with reading_sqlite(Path(folder) / LOG) as log, as_corrupt(folder):
             yield log
         return
     from penstock.log.postgres_reader import reading_postgres  # psycopg is an extra
 
-    with reading_postgres(url) as found:
+    with reading_postgres(url) as found, as_corrupt(folder):
         yield found
 
 

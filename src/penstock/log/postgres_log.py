@@ -340,12 +340,14 @@ class PostgresLog(Log):
             yield from page
             after = page[-1][0]
 
-    def _keyed(self, query: str, keys: Sequence[int] | Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    def _keyed(self, query: str, keys: Sequence[int] | Sequence[str]) -> list[tuple[Any, ...]]:
         kind = "bigint" if keys and isinstance(keys[0], int) else "text"
+        rows: list[tuple[Any, ...]] = []
         for first in range(0, len(keys), _KEYS):
             some = list(keys[first : first + _KEYS])
             found = {row[0]: row for row in self.rows(f"{query} = ANY(?::{kind}[])", (some,))}
-            yield from (found[key] for key in some if key in found)
+            rows += (found[key] for key in some if key in found)
+        return rows
 
     # -------------------------------------------------------------- groups looked up ahead
 

@@ -38,9 +38,18 @@ class PostgresReader(LogReader):
                 yield decoded([row])[0]
 
     def all_meta(self) -> dict[str, str]:
+        return super().all_meta() | {name: str(value) for name, value in self._owner().items()}
+
+    def meta(self, name: str, default: int) -> int:
+        return int(self._owner().get(name, default)) if name in _OWNER else super().meta(name, default)
+
+    def text(self, name: str) -> str:
+        return str(self._owner().get(name, "")) if name in _OWNER else super().text(name)
+
+    def _owner(self) -> dict[str, Any]:
+        """Return the values that PostgreSQL keeps in a row of their own, which every transaction locks."""
         row = self.first(f"SELECT {', '.join(_OWNER)} FROM run")  # noqa: S608 - our own names
-        mine = {} if row is None else dict(zip(_OWNER, map(str, row), strict=True))
-        return super().all_meta() | mine
+        return {} if row is None else dict(zip(_OWNER, row, strict=True))
 
     def tables(self) -> set[str]:
         return table_names(self._connection, self._schema)

@@ -249,7 +249,7 @@ class Pipeline:
             size += len(group.frame)
         try:
             self._intake.take(batch)
-        except Exception as error:
+        except BaseException as error:  # also a panic in an extension: these groups are in no queue any longer
             logger.exception("%d groups could not be stored", len(batch))
             for group in batch:
                 text = f"group {group.id!r}: {failure_text(error)}; the plane could not store it"

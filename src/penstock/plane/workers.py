@@ -102,8 +102,13 @@ class Threads:
     def _work(self, queue: SimpleQueue[tuple[Job, Then] | None]) -> None:
         while (found := queue.get()) is not None and not self._closed:
             job, then = found
-            self.post(then, _result(job))
-            del found, job, then  # a frame that a job holds must not live until the next job arrives
+            try:
+                result = _result(job)
+            except BaseException as error:  # noqa: BLE001 - a panic in an extension; without a result all would wait
+                result = RuntimeError(f"{type(error).__name__}: {error}")
+                result.__cause__ = error
+            self.post(then, result)
+            del found, job, then, result  # a frame that a job holds must not live until the next job arrives
 
 
 def _result(job: Job) -> Any:

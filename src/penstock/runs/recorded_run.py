@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -23,6 +24,8 @@ from penstock.storage import Gone, KeptStorage, parse_location
 
 _LAST_SECOND = 253_402_300_799
 """Of the year 9999: a later time cannot be printed."""
+_MAX_SETTINGS, _MAX_DOTS = 1 << 20, 500
+"""Characters of the recorded settings, and dots in a line of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +81,8 @@ class RecordedRun:
     def _read(self, log: LogReader, meta: dict[str, str]) -> None:
         self.run_id, self.retains_all = meta.get("run_id", ""), meta.get("retain") == "all"
         texts = ((name, meta[name]) for name in sorted(meta) if name.startswith(SETTINGS))
-        try:
-            self.settings = [(int(name.removeprefix(SETTINGS)), text) for name, text in texts]
-            self.run = "" if not self.settings else str(tomllib.loads(self.settings[-1][1]).get("run", ""))
-        except ValueError as error:
-            raise CorruptFile(f"{log.where}: the recorded settings cannot be read: {error}") from None
+        self.settings = [(int(name.removeprefix(SETTINGS)), text) for name, text in texts]
+        self.run = "" if not self.settings else str(recorded_settings(self.settings[-1][1]).get("run", ""))
         self.groups = {row.op: _checked(row, log.where) for row in log.groups()}
         self.records = {op: RecordEntry(op, data) for op, data in log.rows("SELECT op, data FROM records")}
         query = "SELECT step, op, manifest FROM steps WHERE step < ? ORDER BY step"
@@ -190,6 +190,21 @@ def _checked(row: GroupRow, where: str) -> GroupRow:
                 f"{where}: group {row.id!r:.60}: {name} is {value!r:.40}; from 0 to {most:,} are possible"
             )
     return row
+
+
+def recorded_settings(text: str) -> dict[str, Any]:
+    """Read settings as a log holds them. Raises CorruptFile for what no plane writes: time and memory of the reader
+    grow with the square of the depth of a name."""
+    dots = max((line.count(".") for line in text.splitlines()), default=0)
+    if len(text) > _MAX_SETTINGS or dots > _MAX_DOTS:
+        raise CorruptFile(
+            f"the recorded settings: {len(text)} characters with {dots} dots in a line; at most {_MAX_SETTINGS} and "
+            f"{_MAX_DOTS} are read"
+        )
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:
+        raise CorruptFile(f"the recorded settings cannot be read: {error}") from None
 
 
 def _without_partial(samples: Samples, late: Iterable[str]) -> Sequence[Sample]:

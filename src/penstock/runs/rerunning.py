@@ -7,7 +7,6 @@ digests would train the same.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -36,10 +35,11 @@ from penstock.log import (
     Shorten,
     SqliteLog,
     State,
+    as_corrupt,
     read_record,
 )
 from penstock.plane import COLUMN, Engine, Incoming, Intake, PlaneSettings, StepBuilder, storage_of
-from penstock.runs.recorded_run import RecordedRun, RecordEntry, StepEntry
+from penstock.runs.recorded_run import RecordedRun, RecordEntry, StepEntry, recorded_settings
 from penstock.storage import Gone
 
 
@@ -69,7 +69,13 @@ class _Differs(Exception):
 
 
 def rerun(recorded: RecordedRun, folder: Path) -> Rerun:
-    """Decide a recorded run again in an empty folder, and compare its steps."""
+    """Decide a recorded run again in an empty folder, and compare its steps. Raises CorruptFile if its log holds what
+    no plane decides."""
+    with as_corrupt(recorded.folder):
+        return _rerun(recorded, folder)
+
+
+def _rerun(recorded: RecordedRun, folder: Path) -> Rerun:
     if not recorded.settings:
         raise InvalidInput(f"{recorded.folder}: its log does not hold the settings it was started with")
     if not recorded.steps:
@@ -322,7 +328,7 @@ class _Life:
 
 def settings_of(text: str) -> PlaneSettings:
     """Return the recorded settings, changed for a plane without clients and without limits."""
-    found = build(PlaneSettings, tomllib.loads(text), "the recorded settings")
+    found = build(PlaneSettings, recorded_settings(text), "the recorded settings")
     return replace(
         found,
         # Accepted groups passed the length check then. Runs from before this setting existed truncated.

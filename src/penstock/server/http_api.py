@@ -25,7 +25,7 @@ import secrets
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -69,6 +69,8 @@ MOST_FEEDBACK_S = 5.0
 MAX_STATES_BYTES = 4 << 20
 MAX_BYTES_IN_HAND = 512 << 20
 """Limit on all requests together, from the first byte of a body until its group is answered."""
+_LARGE_JSON_BYTES = 1 << 20
+"""Larger groups in JSON are parsed one at a time."""
 _BODY_S = 60.0
 WAIT_S, MOST_WAIT_S = 20.0, 300.0
 """How long a put waits for room by default, and at most."""
@@ -117,7 +119,7 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
         return _json(describe(STATUS))
 
     guarded: dict[str, tuple[str, Answer]] = {
-        "/v1/groups": ("POST", partial(_put, plane, pool, BytesInHand(MAX_BYTES_IN_HAND))),
+        "/v1/groups": ("POST", partial(_put, plane, pool, BytesInHand(MAX_BYTES_IN_HAND), asyncio.Lock())),
         "/v1/states": ("POST", lambda request: _states(plane, request)),
         "/v1/feedback": ("GET", lambda request: _feedback(plane, request)),
         "/v1/leases": ("POST", partial(_tasks, plane, "lease")),
@@ -135,7 +137,9 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
     return app
 
 
-async def _put(plane: Plane, pool: ThreadPoolExecutor, in_hand: BytesInHand, request: Request) -> Response:
+async def _put(
+    plane: Plane, pool: ThreadPoolExecutor, in_hand: BytesInHand, one_large: asyncio.Lock, request: Request
+) -> Response:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in ("application/json", FRAME):
         return _problem(415, "InvalidInput", f"content-type: {kind[:80]!r}; must be application/json or {FRAME}")
@@ -151,7 +155,9 @@ async def _put(plane: Plane, pool: ThreadPoolExecutor, in_hand: BytesInHand, req
             evaluation = request.query_params.get("evaluation") == "true"
             samples, encoded = await _beside(pool, _of_frame, body, evaluation)
         else:
-            samples, encoded = await _beside(pool, _of_json, plane, body)
+            # Parsed, JSON takes ten times its size and more. Parsing several at once would not be faster, either.
+            async with one_large if len(body) > _LARGE_JSON_BYTES else nullcontext():
+                samples, encoded = await _beside(pool, _of_json, plane, body)
         answer = await _while_connected(request, plane.adeliver(encoded, timeout))
     found, status = _accepted(samples, encoded, answer)
     return _json(found, status)

@@ -252,7 +252,7 @@ class TokenExporter:
                     break
                 if self._error is None:  # after an error the queue is only drained: `write` and `flush` must not block
                     act()
-            except Exception as error:  # noqa: BLE001 - raised on the training thread by the next call
+            except BaseException as error:  # noqa: BLE001 - raised on the training thread by the next call
                 self._error = error
             finally:
                 self._queue.task_done()

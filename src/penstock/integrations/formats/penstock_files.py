@@ -18,6 +18,7 @@ from penstock.capture import read_span
 from penstock.errors import InvalidInput, PenstockError
 from penstock.frames import read_frames, write_frames
 from penstock.integrations.formats.shared import Lost, Place
+from penstock.log import as_corrupt
 from penstock.runs import kept_groups, stored_samples
 from penstock.view import OF_SAMPLE, TABLE, Record, Skipped, plane_of, read_file
 
@@ -51,7 +52,8 @@ def read_run_groups(place: Place, lost: Lost) -> Iterator[Sample]:
         raise InvalidInput(f"{place.name}: not a run; give the folder that a plane was opened on")
     for group, location in kept_groups(folder):
         try:
-            samples = stored_samples(folder, group, location)
+            with as_corrupt(folder):
+                samples = stored_samples(folder, group, location)
         except PenstockError as error:
             # Either the frame is damaged, or a running plane has freed it since it was listed. Ask the log again.
             if group in dict(kept_groups(folder)):

@@ -27,8 +27,8 @@ from penstock.integrations.formats.shared import Lost, Place, once, one_number, 
 
 _ALONG = {"rollout_log_probs": "logprobs", "advantages": "advantages", "ref_log_prob": "teacher_logprobs"}
 """Columns over the response: verl's name -> ours."""
-MAX_BYTES = 16 << 30
-"""Limit for all arrays of a file together."""
+MAX_BYTES = 4 << 30
+"""Limit for all arrays of a file together: a `.npz` file may expand to a thousand times its size."""
 _UNREADABLE = (ValueError, OSError, KeyError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 _SCORES = ("rm_scores", "token_level_scores")
 _DERIVED = ("input_ids", "position_ids", "attention_mask", "prompts", "responses", "response_mask", "loss_mask")
@@ -275,7 +275,7 @@ def _npz(place: Place) -> dict[str, Any]:
     if other is not None:
         raise ValueError(f"holds {other}, which is not an array")
     if size > MAX_BYTES:
-        raise ValueError(f"would expand to {size} bytes; the limit is {MAX_BYTES}")
+        raise ValueError(f"would expand to {size} bytes; the limit is {MAX_BYTES}; split the file")
     with np.load(place.path, allow_pickle=False) as file:
         return {name: file[name] for name in file.files}
 
