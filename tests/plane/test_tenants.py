@@ -193,7 +193,7 @@ def test_a_plane_is_shared_by_two_producers(open_plane: OpenPlane) -> None:
         plane.put(named_group(f"a{i}", run="a"))
         plane.put(named_group(f"b{i}", run="b"))
     with plane.source(rank=0, prefetch=0) as source:
-        step = source.step(timeout=10)
+        step = source.step(timeout=120)
         assert {batch.run for batch in step} == {"a", "b"}
         assert step.totals.tenants["a"].loss_tokens == step.totals.tenants["b"].loss_tokens > 0
         source.commit(step)
