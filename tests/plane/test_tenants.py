@@ -53,6 +53,7 @@ def train(engine: DirectEngine) -> Counter[str]:
 # ------------------------------------------------------------------ shares
 
 
+@pytest.mark.deep
 def test_tokens_follow_the_shares_however_long_the_samples_are(open_engine: OpenEngine) -> None:
     engine = open_engine(shares={"a": 3.0, "b": 1.0}, target=Target(tokens=800), max_held_bytes=64 << 20)
     fill(engine, "a", 700, tokens=8)

@@ -22,8 +22,8 @@ from tests.support.simulation import Simulation, main
 
 pytestmark = pytest.mark.deep
 
-FIRST, PLAIN_SEEDS, REAL_SEEDS, PARTS = 60, 160, 32, 8
-MORE_SEEDS = 640
+FIRST, PLAIN_SEEDS, REAL_SEEDS, PARTS = 60, 80, 32, 8
+MORE_SEEDS = 720
 """Seeds before the first are run by `test_session_phases.py`; `scripts/explore` runs new ones."""
 
 

@@ -8,7 +8,7 @@ from tests.support.storage_simulation import StorageSimulation, main
 
 pytestmark = pytest.mark.deep
 
-FIRST, SEEDS, PARTS = 80, 80, 8
+FIRST, SEEDS, MORE_SEEDS, PARTS = 80, 40, 160, 8
 """Seeds before the first are run for a release, and by `test_everything_that_can_go_wrong_does` if it needs them."""
 
 
@@ -21,7 +21,7 @@ def test_every_promise_holds_whatever_fails(part: int) -> None:
 @pytest.mark.release
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_promise_holds_with_more_seeds(part: int) -> None:
-    for seed in (*range(part, FIRST, PARTS), *range(FIRST + SEEDS + part, FIRST + 2 * SEEDS, PARTS)):
+    for seed in (*range(part, FIRST, PARTS), *range(FIRST + SEEDS + part, FIRST + MORE_SEEDS, PARTS)):
         StorageSimulation(seed).run()
 
 

@@ -81,9 +81,8 @@ def main(words: Sequence[str]) -> None:
     print(f"{sum(row['core_s'] for row in rows):9.1f} s of core time in all")
     for module, found in sorted(modules.items(), key=lambda entry: -sum(row["core_s"] for row in entry[1])):
         core_s, wall_s = (sum(map(of, found)) for of in (_core, _wall))
-        print(
-            f"{core_s:9.1f} core, {wall_s:7.1f} wall, {len(found):5} tests, the most {max(map(_core, found)):6.1f}  {module}"
-        )
+        most = max(map(_core, found))
+        print(f"{core_s:9.1f} core, {wall_s:7.1f} wall, {len(found):5} tests, the most {most:6.1f}  {module}")
 
 
 def _core(row: dict[str, float]) -> float:
