@@ -99,7 +99,7 @@ class AssetStore:
     """Images of one run, by content.
 
     >>> import tempfile
-    >>> from penstock.testing.reference import draw_screenshot
+    >>> from penstock.testing import draw_screenshot
     >>> store = AssetStore(tempfile.mkdtemp(), run="demo")
     >>> ref = store.put(draw_screenshot(seed=1, width=640, height=360))
     >>> ref.width, ref.media_type, len(store.get(ref.hash)) == ref.num_bytes
