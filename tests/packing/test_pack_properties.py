@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from penstock.arrays import Ragged, Sample, Samples
 from penstock.arrays.ragged import arrays_in, copied, same_bits
 from penstock.packing import PackedStep, Packing, RankPlan, SampleMetadata, fill, pack_with
-from penstock.testing.strategies import packable, packings
 from tests.packing.small_samples import batches_of
 from tests.support import reference_step as reference
+from tests.support.packable import packable, packings
 
 steps = given(packable(), packings())
 

@@ -1,6 +1,6 @@
 """Tests for what you build on Penstock: strategies, conformance suites and a check of trainers.
 
-    strategies       `samples`, `batches`; `packable`, `branching`, `packings`, `tree_packings` for packing (Hypothesis)
+    strategies       `samples`, `batches` (Hypothesis)
     storage          `StorageSuite`: subclass it and run it over your storage engine (pytest)
     log              `LogSuite`: the same for a decision log (pytest)
     transport        `TransportSuite`, `RestartableSuite`, `UnreliableClient`

@@ -6,11 +6,7 @@ from penstock.testing.screenshots import draw_screenshot as draw_screenshot
 from penstock.testing.storage_suite import StorageSuite as StorageSuite
 from penstock.testing.strategies import OWN_COLUMNS as OWN_COLUMNS
 from penstock.testing.strategies import batches as batches
-from penstock.testing.strategies import branching as branching
-from penstock.testing.strategies import packable as packable
-from penstock.testing.strategies import packings as packings
 from penstock.testing.strategies import samples as samples
-from penstock.testing.strategies import tree_packings as tree_packings
 from penstock.testing.transport_suite import Ends as Ends
 from penstock.testing.transport_suite import RestartableSuite as RestartableSuite
 from penstock.testing.transport_suite import TransportSuite as TransportSuite
