@@ -254,7 +254,7 @@ def _micro_batches(layout: _Layout, columns: dict[str, Array]) -> list[MicroBatc
     lengths = np.array(layout.lengths, np.int64)
     starts = np.repeat(np.array(layout.tokens[:-1], np.int64), np.diff(layout.segments))
     offsets = offsets_of(lengths)[:-1] - starts
-    short, zeros = lengths.astype(np.int32), np.zeros(len(lengths), np.int64)
+    short = lengths.astype(np.int32)
     versions = np.append(samples.policy_versions, NO_VERSION)[layout.rows]
     dummy_tenants, is_forest = iter(rank_plan.dummy_tenants), rank_plan.is_forest.tolist()
     out = []
@@ -276,7 +276,6 @@ def _micro_batches(layout: _Layout, columns: dict[str, Array]) -> list[MicroBatc
                     modes=tuple(text["mode"][own]),
                     rollouts=tuple(text["rollout"][own]),
                     policy_versions=versions[own],
-                    source_offsets=zeros[own],
                     offsets=offsets[own],
                     lengths=lengths[own],
                 ),
