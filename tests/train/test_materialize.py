@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays import ImageSpan
 from penstock.assets import QWEN2_5_VL, QWEN3_VL, AssetStore, FromCallable, Layout, Limits, span
-from penstock.assets.decode import decode_rgb
+from penstock.assets.image_files import decode_rgb
 from penstock.assets.sources import path_of
 from penstock.errors import AssetError, ConfigError, CorruptAsset, IncompatibleAsset, InvalidInput, MissingAsset
 from penstock.testing import draw_screenshot
