@@ -136,8 +136,8 @@ def test_prompts_of_the_text_task_have_the_name_of_their_word() -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_page_fits_terminals_of_every_width_with_nothing_cut_off(width: int) -> None:
-    numbers = dict.fromkeys(("accepted", "held", "scheduled", "delivered", "committed"), 45960)
-    ledger = Ledger(**numbers, dropped=Counter(stale=5_368))
+    many, stale = 45_960, Counter(stale=5_368)
+    ledger = Ledger(accepted=many, held=many, scheduled=many, delivered=many, committed=many, dropped=stale)
     status = {"ledger": ledger.as_dict(), "waiting_for": "generation: 3 of 32"}
     names = ("train/entropy", "train/mismatch_kl", "train/masked", "train/staleness", "perf/waste", "train/reward")
     rows: Any = [{"step": step, "perf/tokens_per_s": 12_804.0, **dict.fromkeys(names, 0.3)} for step in range(1, 300)]
