@@ -18,10 +18,10 @@ pytestmark = pytest.mark.deep
 
 CORPUS = Path(__file__).parent / "fuzz_corpus"
 INPUTS = {
-    "decode": 300,
-    "ranges": 300,
-    "rank_plans": 750,
-    "messages": 40,
+    "decode": 600,
+    "ranges": 600,
+    "rank_plans": 1500,
+    "messages": 80,
     "records": 100,
     "queries": 1500,
 }
