@@ -143,9 +143,9 @@ def test_an_exporter_needs_a_micro_batch_and_terms(tmp_path: Path) -> None:
 def test_an_exporter_needs_a_step(tmp_path: Path, step: Any) -> None:
     batch = ps.pack(named_group("a"), ranks=1, seq_len=64).ranks[0][0]
     with TokenExporter(tmp_path) as exporter:
-        with pytest.raises(InvalidInput, match="write: .*; pass the step, or its number"):
+        with pytest.raises(InvalidInput, match=r"write: .*; pass the step, or its number"):
             exporter.write(step, batch, None)
-        with pytest.raises(InvalidInput, match="close_step: .*; pass the step, or its number"):
+        with pytest.raises(InvalidInput, match=r"close_step: .*; pass the step, or its number"):
             exporter.close_step(step)
         with pytest.raises(InvalidInput, match="metrics: a list; give a mapping"):
             exporter.close_step(1, metrics=[step])  # type: ignore[arg-type]
