@@ -159,20 +159,22 @@ def note_seq_len(settings: PlaneSettings, recorder: Recorder, storage: Storage) 
     log, seq_len = recorder.log, settings.packing.seq_len
     before = log.meta("seq_len", seq_len)
     is_smaller, counted = seq_len < before, _counted_cuts(log)
-    found = OverLength.total(_further_cuts(settings, recorder, storage, counted)) if is_smaller else NONE
+    cut = [*_further_cuts(settings, recorder, storage, counted)] if is_smaller else []
+    found = OverLength.total(further for _, further in cut) if cut else NONE
     op = recorder.state.op + 1
     if before != seq_len or not log.text("seq_len"):
         with recorder.transaction():
             log.set_meta("seq_len", seq_len)
             if is_smaller:
-                cuts = [cut for cut in counted if cut[1] < seq_len]
-                log.set_meta(_CUTS, msgspec.json.encode([*cuts, (op, seq_len)]).decode())
+                kept = [(at, length) for at, length in counted if length < seq_len]
+                log.set_meta(_CUTS, msgspec.json.encode([*kept, (op, seq_len)]).decode())
             if found:
                 log.add_record(op, Shorten(**asdict(found)))
     if found:
         recorder.state.redo(op, Shorten(**asdict(found)))
         recorder.counts.update(asdict(found))
-        logger.warning("seq_len: now %d, before %d: of the waiting groups, %s", seq_len, before, found)
+        in_all = OverLength.total(now for now, _ in cut)
+        logger.warning("seq_len: now %d, before %d: of the waiting groups, %s", seq_len, before, in_all)
 
 
 _CUTS = "seq_len cuts"
@@ -195,8 +197,8 @@ def _counted_cuts(log: Log) -> list[tuple[int, int]]:
 
 def _further_cuts(
     settings: PlaneSettings, recorder: Recorder, storage: Storage, counted: list[tuple[int, int]]
-) -> Iterator[OverLength]:
-    """Yield what each waiting group loses beyond what it lost before."""
+) -> Iterator[tuple[OverLength, OverLength]]:
+    """Yield what each waiting group that is cut further loses in all, and beyond what it lost before."""
     state, seq_len = recorder.state, settings.packing.seq_len
     for row in [*map(state.row_of, recorder.tenant_tables), *(state.rows[op] for op in state.late.waiting)]:
         data = recorder.log.metadata(row.op)
@@ -211,4 +213,5 @@ def _further_cuts(
                 lost = metadata
                 if before < metadata.seq_len:
                     lost = metadata_for(settings, metadata, frame, seq_len=before)
-                yield OverLength.of(metadata_for(settings, metadata, frame)).since(OverLength.of(lost))
+                now = OverLength.of(metadata_for(settings, metadata, frame))
+                yield now, now.since(OverLength.of(lost))
