@@ -96,6 +96,22 @@ class Samples(Sequence[Sample]):
         """[n] trained tokens of each sample."""
         return trained_tokens(self.columns["loss_mask"].values, self.offsets, self.lengths)
 
+    def find_loss_tokens(self) -> None:
+        """Compute `loss_tokens` from the runs of the mask, for one who needs both: that takes half the time where the
+        runs are few."""
+        runs, edges = self.trained.on, self.offsets.tolist()
+        if "loss_tokens" in self.__dict__ or not runs or len(runs) > 2 * len(self):
+            return
+        found, i = [0] * len(self), 0
+        for a, b in runs:
+            while edges[i + 1] <= a:
+                i += 1
+            while b > edges[i + 1]:  # a run over the end of a sample: in masks that were not checked
+                found[i] += edges[i + 1] - a
+                i, a = i + 1, edges[i + 1]
+            found[i] += b - a
+        self.loss_tokens = np.array(found, np.int64)
+
     @cached_property
     def trained(self) -> MaskRuns:
         """The loss mask of all samples end to end, as runs."""
