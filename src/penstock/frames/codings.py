@@ -20,7 +20,6 @@ import math
 import struct
 import threading
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -66,6 +65,10 @@ _SHORT = 1 << 14
 _U4, _I8 = np.dtype("<u4"), np.dtype("<i8")
 _OCTETS = (RAW, CONSTANT, PLANES)
 """Codings whose bytes become values directly. Bools in them are read as bytes first."""
+
+
+_ALTERNATING = [np.arange(start, start + FEW) % 2 == 1 for start in (0, 1)]
+"""Values of a mask's runs, by its first one."""
 
 
 class Writer:
@@ -280,6 +283,14 @@ class Writer:
         return self.plain(RAW, 0, values)
 
 
+@cache
+def counted(count: int) -> tuple[Block, bytes]:
+    """Return the block and the bytes of the numbers from 0, of up to `FEW`: the codes of strings that all differ."""
+    head = Writer("fast", align=False)
+    codes = head.integers(list(range(count)))
+    return codes, b"".join(head.pieces)
+
+
 class Reader:
     """Reads a section's buffers in the order they were written, and checks every size."""
 
@@ -287,7 +298,7 @@ class Reader:
         self.section = section
         self.at = 0
         self.align = align
-        self.used: Counter[str] = Counter()
+        self.used: dict[str, int] = {}
         """Bytes read so far, by purpose."""
 
     def bytes(self, size: int, what: str) -> memoryview:
@@ -298,6 +309,15 @@ class Reader:
         self.used[what] = self.used.get(what, 0) + size
         self.at = -(-end // ALIGN) * ALIGN if self.align else end
         return view
+
+    def skip(self, expected: bytes, what: str) -> bool:
+        """Move behind these bytes if they come next. Returns whether they do."""
+        end = self.at + len(expected)
+        if self.align or self.section[self.at : end] != expected:
+            return False
+        self.used[what] = self.used.get(what, 0) + len(expected)
+        self.at = end
+        return True
 
     def finish(self, what: str) -> None:
         """Check that the section is used up, except for the padding that aligns the next one."""
@@ -377,6 +397,8 @@ class Reader:
 
     def read_number(self, block: Block, what: str) -> int:
         """Do what `read` does for one number below 2**32."""
+        if block.coding == NARROW and block.arg in (1, 2, 4, 8):  # one byte: most lengths of names
+            return self.bytes(1, what)[0] & (1 << block.arg) - 1
         return self.integers(block, _U4, 1, what)[0]
 
     def read_rows(
@@ -433,7 +455,8 @@ class Reader:
         if alternating:
             first = bit_view(values)[0]
             # Only the first value is stored; runs alternate. Runs 0 1 2 with first True are True False True.
-            values = ((np.arange(runs) + (first != 0)) % 2).astype(np.bool_)
+            values = _ALTERNATING[int(first != 0)]
+            values = values[:runs] if runs <= FEW else np.resize(values, runs)
         return decode_runs(values, lengths)
 
     def _read_sparse(self, block: Block, dtype: np.dtype[Any], count: int, what: str, trained: MaskRuns) -> Array:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ from penstock.arrays import Array, MaskRuns, Offsets, Ragged, lists_of, offsets_
 from penstock.errors import CorruptFrame
 from penstock.frames.codings import DELTAS, RAW, SPARSE
 from penstock.frames.head import DEFAULT_LIMITS, Head, Limits, parse_head
-from penstock.frames.layout import ALIGN, Block, Buffer, ColumnBlock, frame_size, front_size, split
+from penstock.frames.layout import ALIGN, Block, Buffer, ColumnBlock, front_and_frame_size, split
 from penstock.frames.parts import Fetch, Part, Range, merged
 from penstock.frames.prefixes import Prefixes
 
@@ -65,6 +64,8 @@ class RangedColumn:
 
     def __init__(self, spec: ColumnBlock, head: Head, at: int, *, after_mask: bool) -> None:
         self.spec = spec
+        self._listed: list[int] | None = None
+        self._listed_tree: tuple[list[int], list[int], list[int]] | None = None
         dtype = np.dtype(spec.dtype)
         first = spec.values if spec.counts is None else spec.counts
         self.lengths, self.starts, self.prefixes = _rows_held(spec, head)
@@ -90,10 +91,13 @@ class RangedColumn:
             values = values.parts[0]
         self.part = Part.place(spec.name, values, dtype, spec.num_items, self.counts.next)
 
-    @cached_property
+    @property
     def _edges(self) -> list[int]:
-        edges: list[int] = self.starts.tolist()
-        return edges
+        # Not `cached_property`, which takes a lock at every first use.
+        found = self._listed
+        if found is None:
+            found = self._listed = self.starts.tolist()
+        return found
 
     def pairs(self, rows: Sequence[int]) -> list[Range]:
         """Return the stored rows of these samples, in their order. Adjacent ones are joined, to be read and copied as
@@ -101,18 +105,26 @@ class RangedColumn:
         """
         edges = self._edges
         out: list[Range] = []
+        last = -1
         for i in rows:
             for a, b in ((edges[i], edges[i + 1]),) if self.prefixes is None else self._with_ancestors(i):
-                if out and out[-1][1] == a:
+                if a == last:
                     out[-1] = (out[-1][0], b)
                 elif b > a:
                     out.append((a, b))
+                else:
+                    continue
+                last = b
         return out
 
-    @cached_property
+    @property
     def _tree(self) -> tuple[list[int], list[int], list[int]]:
-        assert self.prefixes is not None
-        return self.prefixes.parents.tolist(), self.prefixes.shared.tolist(), self.lengths.tolist()
+        found = self._listed_tree
+        if found is None:
+            assert self.prefixes is not None
+            parents, shared = self.prefixes.parents.tolist(), self.prefixes.shared.tolist()
+            found = self._listed_tree = parents, shared, self.lengths.tolist()
+        return found
 
     def _with_ancestors(self, i: int) -> list[Range]:
         """Return what a sample's ancestors store of it, then its own part.
@@ -122,6 +134,10 @@ class RangedColumn:
         leaves tokens behind and the walk ends.
         """
         parents, shared, lengths = self._tree
+        count, parent = shared[i], parents[i]
+        if count and not shared[parent]:  # the usual tree: all samples branch off one of them
+            begin, own_part = self._edges[parent], (self._edges[i], self._edges[i + 1])
+            return [(begin, begin + count), own_part] if lengths[i] > count else [(begin, begin + count)]
         own, end = [], lengths[i]
         while True:
             # `first` is where token 0 of sample i would lie if its own rows began with it: 5 - 3 = 2 above, so token 3
@@ -213,9 +229,8 @@ class RangedFrame:
     """
 
     def __init__(self, front: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> None:
-        self.front_size = front_size(front)
-        self.size = frame_size(front)
-        """Bytes of the frame, front and body."""
+        self.front_size, self.size = front_and_frame_size(front)
+        """Bytes of the front, and of the frame: front and body."""
         self.head, _ = parse_head(split(front, whole=False), limits)
         self.columns: dict[str, RangedColumn] = {}
         """The columns of the body."""

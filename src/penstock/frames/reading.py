@@ -51,7 +51,7 @@ def describe(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> tuple[Head, Sa
         samples.trained = trained
     check_values(samples, head.loss_tokens)
     used["header"] = len(sections.header) + PREFIX_SIZE
-    return head, samples, used + reader.used
+    return head, samples, used + Counter(reader.used)
 
 
 def open_stored(

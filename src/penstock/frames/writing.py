@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays import TEXT_COLUMNS, Array, Column, MaskRuns, Pieced, Ragged, Sample, Samples, bit_view
 from penstock.errors import ConfigError
-from penstock.frames.codings import CONSTANT, FEW, SPARSE, Profile, Writer, is_wide
+from penstock.frames.codings import CONSTANT, FEW, SPARSE, Profile, Writer, counted, is_wide
 from penstock.frames.head import digest_of
 from penstock.frames.layout import (
     FIRST_COLUMNS,
@@ -171,19 +171,11 @@ def _text(name: str, values: tuple[str, ...], head: Writer) -> TextBlock:
     lengths = head.integers(list(map(len, encoded)))
     num_bytes = head.add(b"".join(encoded))[0]
     if len(distinct) == len(values) <= FEW:  # ids
-        codes, planes = _counted(len(values))
+        codes, planes = counted(len(values))
         head.add(planes)
     else:
         codes = head.integers([distinct[value] for value in values])
     return TextBlock(name, len(distinct), lengths, num_bytes, codes)
-
-
-@lru_cache(maxsize=FEW)
-def _counted(count: int) -> tuple[Block, bytes]:
-    """Return the block and the bytes of the numbers from 0."""
-    head = Writer("fast", align=False)
-    codes = head.integers(list(range(count)))
-    return codes, b"".join(head.pieces)
 
 
 def _same_text(name: str, values: tuple[str, ...], head: Writer) -> TextBlock:
