@@ -103,6 +103,23 @@ class MaskRuns:
         runs = list(pairwise(edges.tolist()))
         return MaskRuns(mask, edges, False, runs[not first_on :: 2], runs[first_on::2])
 
+    def part(self, begin: int, end: int) -> MaskRuns:
+        """Return `MaskRuns.of(mask[begin:end])`, from the runs that are known."""
+        mask = self.mask[begin:end]
+        if self.is_choppy:
+            return MaskRuns.of(mask)
+        edges = [0, *self._inside(begin, end), end - begin]
+        first_on = bool(mask[0]) if end > begin else False
+        if end == begin or (len(edges) - 1 + first_on) // 2 * 32 > end - begin:
+            return MaskRuns.of(mask)
+        runs = list(pairwise(edges))
+        return MaskRuns(mask, np.array(edges, np.int64), False, runs[not first_on :: 2], runs[first_on::2])
+
+    def _inside(self, begin: int, end: int) -> list[int]:
+        a, b = self.edges.searchsorted((begin + 1, end))
+        inside: list[int] = (self.edges[a:b] - begin).tolist()
+        return inside
+
     @property
     def has_off(self) -> bool:
         """Whether the mask is False anywhere."""

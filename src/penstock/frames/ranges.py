@@ -44,7 +44,9 @@ class Pieces:
     def __init__(self, ranges: Sequence[Range], buffers: Sequence[Buffer]) -> None:
         if len(ranges) != len(buffers):
             raise CorruptFrame(f"frame: {len(buffers)} buffers for {len(ranges)} ranges")
-        found = sorted(zip(ranges, (memoryview(buffer) for buffer in buffers), strict=True), key=lambda one: one[0])
+        found = [(one, memoryview(buffer)) for one, buffer in zip(ranges, buffers, strict=True)]
+        if len(found) > 1:
+            found.sort(key=lambda one: one[0])
         for (a, b), view in found:
             if view.nbytes != b - a:
                 raise CorruptFrame(f"frame: {view.nbytes} bytes were read of the range {a} to {b}")
@@ -252,7 +254,11 @@ class RangedFrame:
 
     def rows(self, rows: Sequence[int] | NDArray[np.integer]) -> list[int]:
         """Return the rows as a list. Raises CorruptFrame for a row that the frame does not have."""
-        found: list[int] = np.asarray(rows, np.intp).tolist()
+        found: list[int]
+        if isinstance(rows, tuple) and all(type(row) is int for row in rows):  # those of picks
+            found = list(rows)
+        else:
+            found = np.asarray(rows, np.intp).tolist()
         if found and not 0 <= min(found) <= max(found) < len(self):
             raise CorruptFrame(f"frame: asked for sample {max(found)} of {len(self)}; the front is of another frame")
         return found
