@@ -75,7 +75,8 @@ class RangedColumn:
         self.is_sparse = first.coding == SPARSE
         """Whether only trained tokens are stored; all others are zero."""
         if self.is_sparse:
-            first, self.starts = _trained_only(spec, first, head, after_mask=after_mask), offsets_of(head.loss_tokens)
+            self.starts = offsets_of(head.loss_tokens)
+            first = _trained_only(spec, first, int(self.starts[-1]), after_mask=after_mask)
         count = int(self.starts[-1])
         self.counts: Part | None = None
         """Of a column of lists: the part with the lengths of the lists."""
@@ -297,9 +298,8 @@ def _rows_held(spec: ColumnBlock, head: Head) -> tuple[NDArray[np.int64], Offset
     return head.lengths, offsets_of(head.lengths - head.prefixes.shared), head.prefixes.shortened()
 
 
-def _trained_only(spec: ColumnBlock, block: Block, head: Head, *, after_mask: bool) -> Block:
-    """Return the block that holds the values on trained tokens."""
-    trained = int(head.loss_tokens.sum())
+def _trained_only(spec: ColumnBlock, block: Block, trained: int, *, after_mask: bool) -> Block:
+    """Return the block that holds the values on trained tokens, of which there are that many."""
     if spec.rows is not None or spec.shares_prefixes or not after_mask:
         raise CorruptFrame(f"{spec.name}: values on trained tokens only, in a column that cannot have them")
     if block.arg != trained or len(block.parts) != 1:
