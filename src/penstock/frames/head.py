@@ -72,6 +72,7 @@ DEFAULT_LIMITS = Limits()
 ANY_SIZE = Limits(max_samples=1 << 31, max_tokens=1 << 40, max_bytes=1 << 50)
 """For a step: the plane built it, and each of its groups was checked before."""
 _U4, _I8 = np.dtype("<u4"), np.dtype("<i8")
+_NEEDED = frozenset(TEXTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +120,7 @@ def read_head(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Head:
     return parse_head(sections, limits)[0]
 
 
-def parse_head(sections: Sections, limits: Limits) -> tuple[Head, Counter[str]]:
+def parse_head(sections: Sections, limits: Limits) -> tuple[Head, dict[str, int]]:
     """Return the head of a frame that was split, and the number of bytes of each part of it."""
     header = parse_header(sections.header)
     _check_limits(header, limits)
@@ -129,11 +130,11 @@ def parse_head(sections: Sections, limits: Limits) -> tuple[Head, Counter[str]]:
     reader = Reader(sections.head, align=False)
     lengths, loss_tokens, versions = _read_counts(reader, header)
     text = {spec.name: _read_text(reader, spec, len(lengths)) for spec in header.text}
-    missing = set(TEXTS) - text.keys()
-    if missing:
-        raise CorruptFrame(f"frame: text column {sorted(missing)[0]!r} is missing")
-    for name in TEXT_COLUMNS.keys() - text.keys():
-        text[name] = ("",) * len(lengths)
+    if not text.keys() >= _NEEDED:
+        raise CorruptFrame(f"frame: text column {sorted(_NEEDED - text.keys())[0]!r} is missing")
+    for name in TEXT_COLUMNS:
+        if name not in text:
+            text[name] = ("",) * len(lengths)
     # Keyword arguments are evaluated in this order, which must be the order of the file: each read moves the reader.
     head = Head(
         header=header,
@@ -150,7 +151,7 @@ def parse_head(sections: Sections, limits: Limits) -> tuple[Head, Counter[str]]:
         table=table,
     )
     reader.finish("frame head")
-    return head, Counter(reader.used)
+    return head, reader.used
 
 
 def _check_limits(header: Header, limits: Limits) -> None:
