@@ -12,7 +12,7 @@ from penstock.arrays import offsets_of
 from penstock.arrays.shared_prefixes import common_prefix
 from penstock.frames import prefixes
 from penstock.frames.prefixes import MIN_SHARED, cut, find_prefixes, restore, shares_values
-from penstock.testing import reference
+from tests.support import reference
 
 
 @st.composite
