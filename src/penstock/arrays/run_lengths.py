@@ -134,10 +134,7 @@ class MaskRuns:
         if self.is_choppy:
             return not bits[~self.mask].any()
         # count_nonzero costs a tenth of a microsecond a call where any() costs four
-        for a, b in self.off:
-            if np.count_nonzero(bits[a:b]):
-                return False
-        return True
+        return not any(np.count_nonzero(bits[a:b]) for a, b in self.off)
 
     def take(self, values: Array) -> Array:
         """Return `values[mask]`."""

@@ -140,9 +140,7 @@ class SampleMetadata:
 
 def _has(samples: Samples) -> dict[str, NDArray[np.bool_]]:
     offsets, full = samples.offsets, samples.lengths > 0
-    return {
-        name: full if column.offsets is offsets else column.lengths > 0 for name, column in samples.columns.items()
-    }
+    return {name: full if column.offsets is offsets else column.lengths > 0 for name, column in samples.columns.items()}
 
 
 def shapes_of(samples: Samples) -> dict[str, Shape]:

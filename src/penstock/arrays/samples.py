@@ -212,7 +212,9 @@ def trained_tokens(mask: NDArray[np.bool_], offsets: Offsets, lengths: NDArray[n
 
 _ALWAYS = ("token_ids", "loss_mask")
 PLAIN = frozenset(
-    name for name, column in TOKEN_COLUMNS.items() if column.per == "token" and not column.trailing and not column.ragged
+    name
+    for name, column in TOKEN_COLUMNS.items()
+    if column.per == "token" and not column.trailing and not column.ragged
 )
 """Columns of the table with one value per token, which a sample has for all of its tokens or not at all."""
 _TEXT = attrgetter(*TEXT_COLUMNS)

@@ -310,7 +310,7 @@ class Reader:
         self.at = -(-end // ALIGN) * ALIGN if self.align else end
         return view
 
-    def skip(self, expected: bytes, what: str) -> bool:
+    def skip(self, expected: Buffer, what: str) -> bool:
         """Move behind these bytes if they come next. Returns whether they do."""
         end = self.at + len(expected)
         if self.align or self.section[self.at : end] != expected:

@@ -61,13 +61,16 @@ def find_prefixes(token_ids: NDArray[np.uint32], offsets: Offsets) -> Prefixes:
             alike[key] = _Siblings(i)
             continue
         guess = found.guess
-        if 0 < guess < end - start and found.is_usual(token := items[start + guess]):
-            # One comparison of memory instead of the search below, which would find the same.
-            if token_ids[start : start + guess].tobytes() == found.prefix:
-                parents[i], shared[i] = found.known[-1], guess
-                found.known.append(i)
-                found.recent.append(token)
-                continue
+        # One comparison of memory instead of the search below, which would find the same.
+        if (
+            0 < guess < end - start
+            and found.is_usual(token := items[start + guess])
+            and token_ids[start : start + guess].tobytes() == found.prefix
+        ):
+            parents[i], shared[i] = found.known[-1], guess
+            found.known.append(i)
+            found.recent.append(token)
+            continue
         parents[i], shared[i] = _longest(token_ids, items, edges, i, found.known, shared[found.known[-1]])
         found.add(i, shared[i], token_ids, items, edges)
     return Prefixes(np.array(parents, np.int64), np.array(shared, np.int64))
