@@ -73,7 +73,7 @@ class Samples(Sequence[Sample]):
         table = table_with(own)
         columns: dict[str, Ragged] = {}
         for name, column in table.items():
-            if same and name in present and name in PLAIN:
+            if same and name in present and name in _PLAIN:
                 columns[name] = Ragged(joined([one[name] for one in cells]), offsets)
             elif name in present or name in _ALWAYS:
                 columns[name] = _join(column, [one.get(name) for one in cells], offsets, pieced=pieced)
@@ -211,7 +211,7 @@ def trained_tokens(mask: NDArray[np.bool_], offsets: Offsets, lengths: NDArray[n
 
 
 _ALWAYS = ("token_ids", "loss_mask")
-PLAIN = frozenset(
+_PLAIN = frozenset(
     name
     for name, column in TOKEN_COLUMNS.items()
     if column.per == "token" and not column.trailing and not column.ragged
