@@ -52,7 +52,8 @@ def run(*, full: bool = False, progress: Progress = lambda _: None, scale: float
     """`scale` below 1 is for tests."""
     with disk_folder() as folder:
         progress("groups held")
-        rows = _held(folder / "held", *_sized(scale, 1_000, 100_000 if full else 20_000))
+        steps = max(int(_STEPS * scale), 3)
+        rows = _held(folder / "held", *_sized(scale, 1_000, 100_000 if full else 20_000), steps=steps)
         progress("a long run")
         late = max(int((10_000 if full else 1_500) * scale), 30)
         rows += _run_length(folder / "long", max(int(100 * scale), 10), late)
@@ -96,17 +97,17 @@ def _timed(rounds: int, call: Callable[[], object]) -> Seconds:
 # ------------------------------------------------------------------ groups held, length of a run
 
 
-def _held(folder: Path, few: int, many: int) -> list[Row]:
+def _held(folder: Path, few: int, many: int, *, steps: int) -> list[Row]:
     """Two planes at once, one that holds few groups and one that holds many."""
     runs = [EngineRun(folder / str(held), settings_of(None, "held"), synced=False) for held in (few, many)]
     for one, held in zip(runs, (few, many), strict=True):
         for at in range(0, held, 500):
             one.accept(min(500, held - at))
     small, large = runs
-    accept = best(lambda: small.accept(4), lambda: large.accept(4), repeats=25)
+    accept = best(lambda: small.accept(4), lambda: large.accept(4), repeats=steps + 5)
     for one in runs:  # a slow machine makes fewer rounds than these, and a step needs its groups
-        one.accept(4 * (_STEPS + 1))
-    train = best(small.train, large.train, repeats=_STEPS)
+        one.accept(4 * (steps + 1))
+    train = best(small.train, large.train, repeats=steps)
     for one in runs:
         one.log.close()
     sizes = f"{many:,} groups held over {few:,}"

@@ -33,7 +33,7 @@ settings.register_profile(
 settings.load_profile("repeat")
 
 
-pytest_plugins = ["tests.support.planes", "tests.support.schedule", "tests.support.workers"]
+pytest_plugins = ["tests.support.core_time", "tests.support.planes", "tests.support.schedule", "tests.support.workers"]
 
 gc.disable()  # until all is collected: imports make no garbage, and looking for it takes a tenth of their time
 

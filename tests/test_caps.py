@@ -21,9 +21,17 @@ def sources() -> list[Path]:
     return sorted(path for folder in ("src", "scripts", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """What can hold a function: expressions, most of a tree, are left out."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for inner in getattr(node, name, ()):
+            yield inner
+            yield from statements(inner)
+
+
 def functions(path: Path) -> Iterator[tuple[str, int]]:
     """Each function with the lines of its body, without its docstring."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in statements(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[1:] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body
             yield node.name, (body[-1].end_lineno or 0) - body[0].lineno + 1

@@ -18,7 +18,8 @@ ONE_THREAD = ("bench", "ray", "testing")
 
 def decoded_types(path: Path) -> Iterator[str]:
     """Each `msgspec.X.decode(..., type=NAME)` of a module; builtins such as `dict[str, str]` need no filling in."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)) if "msgspec" in text and ".decode(" in text else ():
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("msgspec.json.decode", "msgspec.msgpack.decode"):
             for word in node.keywords:
                 if word.arg == "type" and isinstance(word.value, ast.Name):

@@ -14,7 +14,7 @@ import penstock as ps
 from penstock.errors import Closed, InvalidInput, UnknownKey
 from tests.support.groups import named_group
 from tests.support.late_groups import LATE, put_late
-from tests.support.pace import eventually
+from tests.support.pace import eventually, pace
 from tests.support.planes import FAST
 
 SETTINGS: dict[str, Any] = {"ranks": 1, "seq_len": 64, "groups_per_step": 1, "timeouts": FAST, **LATE}
@@ -103,8 +103,8 @@ def test_a_leased_group_goes_to_one_worker_until_it_is_dropped_or_given_back(pla
 
 def test_a_lease_is_renewed_while_the_process_lives(plane: ps.Plane) -> None:
     put_late(plane, "g")
-    lease = next(iter(plane.lacking("rewards", lease_s=0.5)))
-    assert list(plane.lacking("rewards", timeout=1.5)) == []
+    lease = next(iter(plane.lacking("rewards", lease_s=0.5 * pace())))
+    assert list(plane.lacking("rewards", timeout=1.5 * pace())) == []
     assert lease.attach(score(lease)).new == 2
     assert plane.status()["counts"]["leases_expired"] == 0
 
@@ -122,10 +122,10 @@ def test_who_was_slower_learns_it(plane: ps.Plane) -> None:
 def test_who_attaches_group_by_group_is_not_told_that_somebody_was_faster(plane: ps.Plane) -> None:
     for name in ("a", "bb"):
         put_late(plane, name)
-    lease = next(iter(plane.lacking("rewards", lease_s=0.5)))
+    lease = next(iter(plane.lacking("rewards", lease_s=0.5 * pace())))
     values = score(lease)
     lease.attach({name: values[name] for name in ("a/0", "a/1")})
-    assert list(plane.lacking("rewards", timeout=1.0)) == []  # the other group is renewed meanwhile
+    assert list(plane.lacking("rewards", timeout=pace())) == []  # the other group is renewed meanwhile
     assert lease.cancelled == {}
     assert lease.attach({name: values[name] for name in ("bb/0", "bb/1")}).new == 2
 

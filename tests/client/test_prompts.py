@@ -24,7 +24,7 @@ def test_a_prompt_sampled_twice_is_two_groups_of_one_prompt(open_plane: OpenPlan
     names = {collect(plane, "17"), collect(plane, "17")}
     assert len(names) == 2 and all(name.startswith("17#") for name in names)
     with plane.source(rank=0, world=1, resume_step=1) as source:
-        batches = list(source.step(timeout=20))
+        batches = list(source.step(timeout=120))
     assert {name for batch in batches for name in batch.segments.groups} == names
     assert {name for batch in batches for name in batch.segments.prompts} == {"17"}
     assert {int(v) for batch in batches for v in batch.segments.policy_versions} == {-1}  # nobody gave one

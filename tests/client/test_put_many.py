@@ -24,6 +24,7 @@ from tests.client.test_plane_producers import train
 from tests.client.test_plane_producers import until as until_so
 from tests.plane.test_path import counting
 from tests.support.groups import named_group
+from tests.support.pace import pace
 from tests.support.planes import FAST, PATIENT, OpenPlane
 
 ROOM: dict[str, Any] = {"ranks": 1, "groups_per_step": 1, "capacity": 4}
@@ -194,7 +195,7 @@ def test_a_tenant_without_room_does_not_hold_up_the_others(open_plane: OpenPlane
     plane = open_plane(ranks=1, groups_per_step=1, shares={"a": 1.0, "b": 1.0}, max_held_bytes=int(size * 4.5))
     batch = [named_group(f"{run}{i}", run=run) for run in "ab" for i in range(3)]
     with pytest.raises(PutManyError) as found:
-        plane.put_many(batch, timeout=0.2)
+        plane.put_many(batch, timeout=0.5 * pace())
     results = [one is True for one in found.value.results]
     assert results == [True, True, False] * 2
 

@@ -11,7 +11,7 @@ import pytest
 
 import penstock as ps
 from penstock.commands.top import _from_plane, page
-from tests.support.pace import eventually
+from tests.support.pace import eventually, pace
 from tests.support.planes import FAST
 
 pytestmark = pytest.mark.process
@@ -21,7 +21,7 @@ import os, signal, sys
 import penstock as ps
 
 with ps.open(sys.argv[1]) as plane:
-    for task in plane.tasks(["good-1", "poison", "good-2"], lease_s=0.5, max_expiries=3):
+    for task in plane.tasks(["good-1", "poison", "good-2"], lease_s=float(sys.argv[2]), max_expiries=3):
         if task.prompt == "poison":
             os.kill(os.getpid(), signal.SIGKILL)
         with task.group() as group:
@@ -32,7 +32,9 @@ with ps.open(sys.argv[1]) as plane:
 
 def run_worker(plane: ps.Plane) -> int:
     """Run a worker until it is killed, or has nothing left to do, and its lease is over."""
-    status = subprocess.run([sys.executable, "-c", WORKER, plane.url], timeout=120, check=False).returncode
+    status = subprocess.run(
+        [sys.executable, "-c", WORKER, plane.url, str(0.5 * pace())], timeout=120, check=False
+    ).returncode
     eventually(lambda: plane.demand()["prompts"]["leased"] == 0)
     return status
 

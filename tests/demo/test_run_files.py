@@ -58,7 +58,7 @@ def test_the_page_of_a_run_is_there_before_its_first_file(tmp_path: Path) -> Non
 
     with live_page(tmp_path) as url:
         port, token = int(url.split(":")[2].split("/")[0]), url.split("token=")[1]
-        connection = HTTPConnection("127.0.0.1", port, timeout=20)
+        connection = HTTPConnection("127.0.0.1", port, timeout=120)
         connection.request("GET", "/api/overview", headers={"Cookie": f"{cookie_name(token)}={token}"})
         (run,) = json.loads(connection.getresponse().read())["exports"][0]["runs"]
         connection.close()

@@ -115,6 +115,7 @@ def test_metadata_that_cannot_be_read_are_an_error_in_words() -> None:
         GroupMetadata.from_bytes(later)
 
 
+@pytest.mark.deep
 def test_metadata_that_would_inflate_without_end_are_refused_before_they_do() -> None:
     bomb = zlib.compress(bytes(1 << 28), 9)
     assert len(bomb) < 300_000

@@ -176,7 +176,7 @@ def test_a_plane_says_what_it_waits_for_while_the_log_is_away(own_postgres: Post
 def test_when_the_log_stays_away_every_handle_raises_and_the_run_can_be_opened_again(
     own_postgres: PostgresServer, tmp_path: Path
 ) -> None:
-    timeouts = Timeouts(heartbeat_s=0.25, peer_s=1.5, plane_s=20.0, delivery_s=10.0, log_s=1.0)
+    timeouts = Timeouts(heartbeat_s=0.25, peer_s=1.5, plane_s=20.0, delivery_s=10.0, log_s=pace())
     settings = {**SMALL, "ranks": 1, "log": own_postgres.url}
     plane = ps.open(tmp_path, **settings, timeouts=timeouts)
     plane.put(named_group("a"))

@@ -12,6 +12,7 @@ import pytest
 import penstock as ps
 from penstock.log import copy_log
 from penstock.log.postgres_address import schema_of
+from tests.support.pace import pace
 from tests.support.planes import FAST
 from tests.support.postgres_server import PostgresServer
 
@@ -24,7 +25,7 @@ PROMPTS = [{"name": f"p {number}", "text": "é" * number} for number in range(6)
 def work(plane: ps.Plane, most: int) -> list[str]:
     """Complete some tasks; leave one leased if there is a further one."""
     done: list[str] = []
-    for task in plane.tasks(PROMPTS, epochs=2, lease_s=1.0):
+    for task in plane.tasks(PROMPTS, epochs=2, lease_s=pace()):
         if len(done) == most:
             return done
         assert task.payload == next(prompt for prompt in PROMPTS if prompt["name"] == task.prompt)

@@ -40,6 +40,7 @@ def test_lengths_that_cannot_be_packed_are_named(lengths: list[int], message: st
         assign(lengths, ranks=2, cap=10)
 
 
+@pytest.mark.deep
 def test_the_command_compares_packers_on_the_same_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = np.random.default_rng(0).integers(10, 1000, 200)
     file = tmp_path / "lengths.txt"

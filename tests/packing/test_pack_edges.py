@@ -122,6 +122,7 @@ def test_modalities_that_make_no_sense_together_are_refused(together: tuple[str,
         Modalities(together=together)
 
 
+@pytest.mark.deep
 def test_a_hundred_thousand_samples_are_planned_within_two_seconds() -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(np.exp(rng.normal(8, 1, 100_000)), 1, 32_000).astype(np.int64)

@@ -24,7 +24,7 @@ from penstock.storage import FolderStorage, Gone, parse_location
 from tests.runs.test_recover import recover
 from tests.support.groups import named_group
 from tests.support.late_groups import nothing_to_delete, taken
-from tests.support.pace import eventually
+from tests.support.pace import eventually, pace
 from tests.support.planes import OpenPlane
 
 TEACHER = "teacher_logprobs"
@@ -52,7 +52,7 @@ def trained(plane: ps.Plane) -> tuple[tuple[str, ...], list[float]]:
 
 @pytest.mark.parametrize("on_missing", ["drop", "train"])
 def test_what_misses_the_deadline_is_dropped_or_trained_without(open_plane: OpenPlane, on_missing: str) -> None:
-    plane = open_plane(**{**ONE, "needs_deadline_s": 1.0}, on_missing=on_missing)
+    plane = open_plane(**{**ONE, "needs_deadline_s": pace()}, on_missing=on_missing)
     put(plane, "none", "some")
     plane.put(named_group("rl"))
     plane.attach(TEACHER, values("some", 0, 2))

@@ -183,7 +183,10 @@ class History:
 @pytest.mark.parametrize("name", REPLAYS)
 @pytest.mark.parametrize(
     ("seed", "on_missing", "tokens"),
-    [(1, "drop", ()), (2, "train", ()), pytest.param(5, "train", TOKENS, marks=pytest.mark.deep)],
+    [
+        (1, "drop", ()),
+        *(pytest.param(*given, marks=pytest.mark.deep) for given in ((2, "train", ()), (5, "train", TOKENS))),
+    ],
 )
 def test_memory_follows_from_the_log_and_a_rerun_agrees(
     tmp_path: Path, name: str, seed: int, on_missing: str, tokens: tuple[str, ...]

@@ -15,7 +15,7 @@ from penstock.convert import ZeroVariance, make_group
 from penstock.errors import ConfigError, Conflict, InvalidInput, UnknownKey
 from tests.support.groups import named_group
 from tests.support.late_groups import LATE, arrays_of, put_late, rollout, scores, taken
-from tests.support.pace import eventually
+from tests.support.pace import eventually, pace
 from tests.support.planes import OpenPlane
 
 ONE: dict[str, Any] = {"ranks": 1, "groups_per_step": 1, **LATE}
@@ -299,7 +299,7 @@ def test_settings_that_contradict_each_other_are_rejected(settings: Any, text: s
 
 @pytest.mark.parametrize("on_missing", ["drop", "train"])
 def test_what_misses_the_deadline_is_dropped_or_trained_without(open_plane: OpenPlane, on_missing: str) -> None:
-    plane = open_plane(**{**ONE, "needs_deadline_s": 0.3}, on_missing=on_missing)
+    plane = open_plane(**{**ONE, "needs_deadline_s": 0.5 * pace()}, on_missing=on_missing)
     put_late(plane, "g")
     plane.attach("rewards", {"g": {"g/0": 1.0}})
     if on_missing == "train":

@@ -82,7 +82,7 @@ def test_every_rank_gets_its_part_of_every_step(open_plane: OpenPlane, tmp_path:
         for source in ranks:
             source.commit(number, policy_version=number)
     for source in ranks:
-        source.flush(10)
+        source.flush(120)
     close(ranks)
     assert sorted(seen) == sorted(f"g{i}/{k}" for i in range(8) for k in range(2))
     assert plane.ledger.committed == 16
@@ -96,7 +96,7 @@ def test_one_thread_may_drive_all_ranks(open_plane: OpenPlane) -> None:
     ranks = sources(plane)
     for number in (1, 2):
         for source in ranks:
-            assert source.step(timeout=10).number == number
+            assert source.step(timeout=120).number == number
         for source in ranks:
             source.commit(number)
     close(ranks)
@@ -126,7 +126,7 @@ def test_processes_that_share_a_rank_are_all_waited_for(open_plane: OpenPlane) -
     with pytest.raises(WaitTimeout):
         one.flush(0.3)
     two.commit(1)
-    one.flush(10)
+    one.flush(120)
     close([one, two])
 
 
@@ -158,10 +158,10 @@ def test_reports_reach_the_plane(open_plane: OpenPlane) -> None:
     plane = open_plane(ranks=1, sampler=ps.Prioritized(1.0), remover=ps.Fifo(), max_times_sampled=None, capacity=4)
     put(plane, "a", "b", "c", "d")
     (source,) = sources(plane, 1)
-    source.step(timeout=10)
+    source.step(timeout=120)
     source.report(1, priorities={"a/0": 0.0, "b": 0.0, "c": 0.0, "d/1": 9.0}, metrics={"loss": 0.25})
     source.commit(1)
-    source.flush(10)
+    source.flush(120)
     status = plane.status()
     assert status["reported"] == {"loss": 0.25}
     close([source])
@@ -181,7 +181,7 @@ def test_a_trainer_that_begins_again_at_its_checkpoint_gets_the_same_bytes(
             for source in ranks:
                 source.commit(number)
         for source in ranks:
-            source.flush(10)
+            source.flush(120)
         close(ranks)
     assert plane.ledger.committed == 20
 
@@ -197,7 +197,7 @@ def test_a_plane_that_is_closed_and_opened_again_goes_on(open_plane: OpenPlane, 
             source.commit(number)
             assert source.step is not None
         for source in ranks:
-            source.flush(10)
+            source.flush(120)
         close(ranks)
         plane.close()
     straight = open_plane()
@@ -246,13 +246,13 @@ def test_a_stalled_trainer_is_back_pressure_and_release_lets_all_flow(open_plane
     threads = [threading.Thread(target=produce, args=(n,)) for n in range(2)]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not refused[0] and time.monotonic() < deadline:
         assert plane.status()["held_bytes"] <= budget
-    assert 0 < refused[0] < 1.0 + 0.2
+    assert 0 < refused[0] < 0.2 + pace()
     held = put_count[0]
     for number in range(1, 6):
-        source.commit(source.step(number, timeout=20))
+        source.commit(source.step(number, timeout=120))
     while put_count[0] < held + 4 and time.monotonic() < deadline:
         assert plane.status()["held_bytes"] <= budget
     assert put_count[0] >= held + 4
@@ -319,7 +319,7 @@ def test_a_bad_line_loses_nothing_and_gives_no_wrong_byte(bad_line: tuple[ps.Pla
         for source in ranks:
             source.commit(number)
     for source in ranks:
-        source.flush(20)
+        source.flush(120)
     close(ranks)
     producer.close()
     assert plane.ledger.committed == plane.ledger.accepted == 12

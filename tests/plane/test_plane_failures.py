@@ -139,7 +139,7 @@ def test_an_exception_in_a_ranks_block_reaches_the_others(open_plane: OpenPlane)
     with pytest.raises(RuntimeError), ranks[0]:
         raise RuntimeError("nan in the loss")
     with pytest.raises(StepAborted, match="rank 0: RuntimeError: nan in the loss"):
-        ranks[1].step(timeout=10)
+        ranks[1].step(timeout=120)
     close(ranks)
 
 
@@ -151,10 +151,10 @@ def test_a_rank_that_left_stops_those_who_want_more_and_nobody_else(open_plane: 
     for source in ranks:
         source.commit(1)
     ranks[0].close()
-    ranks[1].flush(10)
+    ranks[1].flush(120)
     with pytest.raises(StepAborted, match="rank 0: left"):
         while True:
-            ranks[1].commit(ranks[1].step(timeout=10))
+            ranks[1].commit(ranks[1].step(timeout=120))
     close(ranks)
     assert plane.ledger.committed == 4
 
@@ -169,7 +169,7 @@ def test_ranks_that_resume_at_different_steps_get_one_error(open_plane: OpenPlan
             source.commit(number)
     close(ranks)
     mixed = [plane.source(0, world=2, resume_step=2), plane.source(1, world=2, resume_step=3)]
-    words = same_words(together(*(lambda s=s: s.step(timeout=10) for s in mixed)))
+    words = same_words(together(*(lambda s=s: s.step(timeout=120) for s in mixed)))
     assert "resume all from one checkpoint" in words
     close(mixed)
 
@@ -181,9 +181,9 @@ def test_a_rank_that_restarts_alone_stops_the_others_and_then_all_go_on(open_pla
     first = [step.digest for step in steps_of(together(*(source.step for source in ranks)))]
     again = plane.source(0, world=2, resume_step=1)
     with pytest.raises(StepAborted, match=r"rank 0: another process .* joined as this rank: it restarted"):
-        ranks[1].step(timeout=10)
+        ranks[1].step(timeout=120)
     with pytest.raises(StepAborted, match=r"rank 0: another process .* joined as this rank: it restarted"):
-        ranks[0].step(timeout=10)
+        ranks[0].step(timeout=120)
     other = plane.source(1, world=2, resume_step=1)
     assert [step.digest for step in steps_of(together(again.step, other.step))] == first
     close([*ranks, again, other])
@@ -203,7 +203,7 @@ def test_who_does_not_fit_is_refused_with_both_values(
     plane = open_plane()
     source = Source(plane._connect(), SourceSettings(rank=rank, timeouts=FAST, **settings))  # type: ignore[arg-type]
     with pytest.raises(PeerError, match=words):
-        source.step(timeout=10)
+        source.step(timeout=120)
     source.close()
 
 
@@ -211,7 +211,7 @@ def test_a_resume_beyond_the_run_is_one_error_for_all(open_plane: OpenPlane) -> 
     plane = open_plane()
     ranks = sources(plane, resume_step=7)
     assert "the last step that was delivered is 0" in same_words(
-        together(*(lambda s=s: s.step(timeout=10) for s in ranks))
+        together(*(lambda s=s: s.step(timeout=120) for s in ranks))
     )
     close(ranks)
 
@@ -234,5 +234,5 @@ def test_a_step_that_can_never_be_filled_is_an_error_and_not_a_wait(open_plane: 
             plane.put(named_group(f"g{i}"), timeout=0)
     full = r"can never be filled: the plane is full and the step waits for generation: .*; raise max_held_bytes"
     with pytest.raises(StepAborted, match=full):
-        source.step(timeout=10)
+        source.step(timeout=120)
     close([source])

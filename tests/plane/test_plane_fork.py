@@ -51,7 +51,7 @@ def test_a_handle_used_in_a_forked_process_raises_at_once(open_plane: OpenPlane,
     plane = local if where == "memory:" else ps.open(url)
     plane.put(named_group("a"))
     source = local.source(0) if where == "memory:" else ps.connect(url, rank=0, world=1)
-    step = source.step(timeout=20)
+    step = source.step(timeout=120)
     calls: list[Callable[[], object]] = [
         lambda: plane.put(named_group("b"), timeout=3),
         plane.status,

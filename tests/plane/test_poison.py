@@ -535,6 +535,7 @@ def extreme_frame(draw: st.DrawFn) -> bytes:
     return encode([sample])
 
 
+@pytest.mark.deep
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(said=st.lists(anything(), max_size=20), later=st.lists(anything(), max_size=5))
 def test_extreme_values_in_all_fields_stop_nothing(

@@ -117,7 +117,7 @@ plane = ps.open(sys.argv[1], retain_steps=0, **small)
 source = plane.source(0)
 for i in range(4):
     plane.put(named_group(f"g{i}", tokens=20_000))
-source.step(timeout=20)
+source.step(timeout=120)
 size = max(path.stat().st_size for path in Path(sys.argv[1], "storage", "segments").iterdir())
 resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100_000, resource.RLIM_INFINITY))
 refused = ""
@@ -132,9 +132,9 @@ plane.status()
 source.commit(1)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 plane.put(named_group("after", tokens=20_000))
-source.flush(20)
-source.commit(source.step(timeout=20))
-source.flush(20)
+source.flush(120)
+source.commit(source.step(timeout=120))
+source.flush(120)
 assert plane.ledger.balanced
 assert plane.ledger.committed >= 8
 source.close()

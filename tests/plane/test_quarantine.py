@@ -168,6 +168,7 @@ def test_a_group_that_is_of_two_kinds_itself_is_refused(open_plane: OpenPlane) -
         plane.put(mixed)
 
 
+@pytest.mark.deep
 def test_many_odd_groups_are_found_in_one_pass(open_engine: OpenEngine) -> None:
     engine = open_engine(target=Target(groups=4))
     put(engine, *(bare(f"odd{i}") for i in range(600)), *(named_group(f"g{i}") for i in range(601)))

@@ -89,7 +89,7 @@ def test_numbers_that_are_not_finite_are_null_and_break_nothing(open_plane: Open
     plane = open_plane(ranks=1, groups_per_step=1)
     put(plane, "a", "b")
     source = plane.source(0)
-    step = source.step(timeout=20)
+    step = source.step(timeout=120)
     values = {"loss": float("nan"), "norm": float("inf"), "low": float("-inf"), "lr": 0.5}
     source.report(step, metrics=values)
     source.commit(step)
@@ -98,7 +98,7 @@ def test_numbers_that_are_not_finite_are_null_and_break_nothing(open_plane: Open
     assert plane.ledger.committed == 2
     source.close()
     again = plane.source(0)
-    assert again.step(timeout=20).number == 2
+    assert again.step(timeout=120).number == 2
     again.close()
     json.dumps(plane.status(), allow_nan=False)
 
@@ -107,7 +107,7 @@ def test_metric_names_are_bounded_in_number_and_length(open_plane: OpenPlane) ->
     plane = open_plane(ranks=1, groups_per_step=1)
     put(plane, "a")
     with plane.source(0) as source:
-        step = source.step(timeout=20)
+        step = source.step(timeout=120)
         source.report(step, metrics={f"m{i}": 1.0 for i in range(900)})
         source.report(step, metrics={"x" * 300_000: 1.0})
         source.report(step, metrics={f"n{i}": 2.0 for i in range(80_000)} | {"m5": 3.0})
@@ -133,22 +133,22 @@ def test_going_back_and_going_ahead_are_said_and_counted(
     put(plane, *"abcd")
     with plane.source(0) as source:  # no checkpoint: where the plane is
         for _ in range(2):
-            source.commit(source.step(timeout=20))
+            source.commit(source.step(timeout=120))
         source.flush()
-        assert source.step(timeout=20).number == 3  # taken, and its commit is lost with the process
+        assert source.step(timeout=120).number == 3  # taken, and its commit is lost with the process
     with plane.source(0) as source:
-        assert source.step(timeout=20).number == 3
+        assert source.step(timeout=120).number == 3
     counts = plane.status()["counts"]
     assert (counts["resumes_rewound"], counts["resumes_ahead"]) == (0, 0)
     with plane.source(0, resume_step=4) as source:  # its checkpoint has step 3
-        assert source.step(timeout=20).number == 4
+        assert source.step(timeout=120).number == 4
     assert "resumed ahead at step 4: steps 3 to 3 count as trained" in caplog.text
     with plane.source(0, resume_step=2) as source:
-        assert source.step(timeout=20).number == 2
+        assert source.step(timeout=120).number == 2
     assert "rewound from step 4 to 2: steps 2 to 3 are served again" in caplog.text
     counts = plane.status()["counts"]
     assert (counts["resumes_ahead"], counts["resumes_rewound"]) == (1, 1)
     with plane.source(0, resume_step=6) as source, pytest.raises(StepAborted, match="the last step that was delivered"):
-        source.step(timeout=20)
+        source.step(timeout=120)
     with plane.source(0) as source:  # a refused resume changes nothing
-        assert source.step(timeout=20).number == 2
+        assert source.step(timeout=120).number == 2

@@ -120,6 +120,7 @@ def test_a_trainer_may_go_back_behind_the_moment_memory_was_written_down(
     assert third.next_step == 3 and third.ledger == again.ledger
 
 
+@pytest.mark.deep
 def test_a_restart_reads_only_what_came_later(open_engine: OpenEngine, tmp_path: Path) -> None:
     engine = open_engine(tmp_path, snapshot_every=1, retain_steps=2)
     live(engine, 1, 60)

@@ -44,7 +44,7 @@ def train(engine: DirectEngine) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("uses", USES)
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
-@pytest.mark.parametrize("unit", ["tokens", "samples"])
+@pytest.mark.parametrize("unit", ["tokens", pytest.param("samples", marks=pytest.mark.deep)])
 def test_a_step_reaches_its_target_with_its_last_group(
     open_engine: OpenEngine, tmp_path: Path, unit: str, sampler: Selector, uses: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,12 @@ ORDERS: dict[str, MakeOrder] = {
 }
 
 
+def seeds(first: int, end: int) -> list[Any]:
+    """All are run by `make test`, the first quarter by `make test-fast`."""
+    few = first + (end - first) // 4
+    return [*range(first, few), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(few, end))]
+
+
 def live(open_engine: OpenEngine, seed: int, *, changes: bool, order: MakeOrder | None = None) -> TaskRun:
     rng = random.Random(seed)
     engine = open_engine(
@@ -55,7 +62,7 @@ def live(open_engine: OpenEngine, seed: int, *, changes: bool, order: MakeOrder 
     return run
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", seeds(0, 25))
 def test_every_history_agrees_with_the_model_and_every_prompt_is_trained_once_per_epoch(
     open_engine: OpenEngine, seed: int
 ) -> None:
@@ -78,7 +85,7 @@ def finish(run: TaskRun) -> None:
     assert sum(one[0] == "held" for one in run.state.values()) < 2
 
 
-@pytest.mark.parametrize("seed", range(1000, 1025))
+@pytest.mark.parametrize("seed", seeds(1000, 1025))
 def test_a_list_that_changes_loses_nothing_and_repeats_nothing(open_engine: OpenEngine, seed: int) -> None:
     run = live(open_engine, seed, changes=True)
     run.restart()
@@ -87,7 +94,7 @@ def test_a_list_that_changes_loses_nothing_and_repeats_nothing(open_engine: Open
 
 
 @pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.parametrize("seed", range(2000, 2008))
+@pytest.mark.parametrize("seed", seeds(2000, 2008))
 def test_a_curriculum_draws_from_the_log_what_it_draws_from_the_stream_of_events(
     open_engine: OpenEngine, name: str, seed: int
 ) -> None:

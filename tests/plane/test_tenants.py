@@ -53,6 +53,7 @@ def train(engine: DirectEngine) -> Counter[str]:
 # ------------------------------------------------------------------ shares
 
 
+@pytest.mark.deep
 def test_tokens_follow_the_shares_however_long_the_samples_are(open_engine: OpenEngine) -> None:
     engine = open_engine(shares={"a": 3.0, "b": 1.0}, target=Target(tokens=800), max_held_bytes=64 << 20)
     fill(engine, "a", 700, tokens=8)
@@ -193,7 +194,7 @@ def test_a_plane_is_shared_by_two_producers(open_plane: OpenPlane) -> None:
         plane.put(named_group(f"a{i}", run="a"))
         plane.put(named_group(f"b{i}", run="b"))
     with plane.source(rank=0, prefetch=0) as source:
-        step = source.step(timeout=10)
+        step = source.step(timeout=120)
         assert {batch.run for batch in step} == {"a", "b"}
         assert step.totals.tenants["a"].loss_tokens == step.totals.tenants["b"].loss_tokens > 0
         source.commit(step)

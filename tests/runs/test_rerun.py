@@ -65,7 +65,7 @@ REPLAYS = {
 
 
 @pytest.mark.parametrize("name", REPLAYS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.deep)])
 def test_every_step_of_a_run_that_keeps_everything_is_made_again(name: str, seed: int, tmp_path: Path) -> None:
     engine = open_engine(tmp_path / "run", retain="all", retain_steps=1, replay=REPLAYS[name])
     random_life(engine, seed)
@@ -135,7 +135,7 @@ def alter_group(folder: Path, name: str, frame: bytes) -> None:
     log.close()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in (1, 2))])
 def test_a_run_with_leased_prompts_is_made_again(tmp_path: Path, seed: int) -> None:
     replay = Replay(max_staleness=STALENESS, capacity=1000)
     engine = open_engine(tmp_path / "run", retain="all", replay=replay)

@@ -68,6 +68,7 @@ def test_a_later_start_without_it_goes_on_keeping_and_says_so(tmp_path: Path, ca
     assert names_kept(run) == list("abcdefgh")
 
 
+@pytest.mark.deep
 def test_a_full_quota_stops_puts_and_says_why_nothing_is_freed(tmp_path: Path) -> None:
     with ps.open(
         tmp_path / "run", retain="all", max_disk_bytes=600_000, disk_reserve_bytes=0, **{**KEEP, "seq_len": 512}

@@ -42,6 +42,7 @@ def test_dispatch_order_bounds_the_oldest_group_and_replay_keeps_the_trainer_bus
     assert all(one["steps"] == STEPS for one in found.values())
 
 
+@pytest.mark.deep
 def test_late_rewards_make_groups_older_and_the_window_trains_them_in_order_all_the_same() -> None:
     late = {policy: simulate_staleness(policy, WORKLOAD, rates=Rates(judge_s=30), steps=STEPS) for policy in POLICIES}
     assert all(one["steps"] == STEPS for one in late.values())

@@ -112,16 +112,16 @@ def serving(**limits: Any) -> Iterator[tuple[Pages, str]]:
 @pytest.mark.parametrize("finished", [False, True], ids=["header", "body"])
 def test_a_request_that_drips_in_has_a_deadline(finished: bool) -> None:
     """A header without an end, and the rest of a body that was answered long ago."""
+    started = time.monotonic()
     with serving(header_s=0.5) as (_, url), connect(url) as slow:
         if finished:
             slow.sendall(HEAD + b"Content-Length: 1000000\r\n\r\n")
             assert slow.recv(1 << 16).startswith(b"HTTP/1.1 200")
-        started = time.monotonic()
         with pytest.raises(OSError):
             while time.monotonic() - started < 60:
                 slow.sendall(b"a")
                 time.sleep(0.02)
-        assert time.monotonic() - started >= 0.4
+        assert time.monotonic() - started >= 0.5
 
 
 def test_a_client_that_does_not_read_its_answer_is_dropped() -> None:

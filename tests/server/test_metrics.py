@@ -32,7 +32,7 @@ def status() -> dict[str, Any]:
                     group.add(ps.Trajectory(turns=[ps.Turn([1, 2]), ps.Turn([3], logprobs=[-0.5])], reward=reward))
         plane.discard("too long", 5)
         with plane.source(rank=0, prefetch=0) as source:
-            source.commit(source.step(timeout=20), policy_version=1)
+            source.commit(source.step(timeout=120), policy_version=1)
             source.flush()
             return plane.status()
 
@@ -81,7 +81,7 @@ def plane() -> Iterator[PlaneProcess]:
 def get(url: str, path: str = "/metrics", method: str = "GET", **headers: str) -> tuple[int, str]:
     place = urlsplit(url)
     assert place.hostname is not None
-    line = http.client.HTTPConnection(place.hostname, place.port, timeout=20)
+    line = http.client.HTTPConnection(place.hostname, place.port, timeout=120)
     try:
         line.request(method, path, headers=headers)
         answer = line.getresponse()

@@ -299,7 +299,7 @@ def test_a_full_disk_is_said_to_the_caller_and_the_same_group_can_be_put_again(
         def put() -> None:
             try:
                 for i in range(30):
-                    plane.put(named_group(f"f{i}", tokens=60), timeout=1.0)
+                    plane.put(named_group(f"f{i}", tokens=60), timeout=60)
             except BaseException as error:  # noqa: BLE001 - looked at below
                 found.append(error)
 

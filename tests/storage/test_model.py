@@ -13,7 +13,7 @@ def test_every_rule_together_keeps_the_promise() -> None:
     assert first_broken("", HISTORIES) is None
 
 
-@pytest.mark.deep
+@pytest.mark.release
 def test_every_rule_together_keeps_the_promise_in_many_histories() -> None:
     assert first_broken("", 5_000) is None
 

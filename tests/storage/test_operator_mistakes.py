@@ -143,6 +143,7 @@ def test_a_log_copied_without_its_wal_is_refused(tmp_path: Path) -> None:
         opened(copy)
 
 
+@pytest.mark.deep
 def test_a_write_ahead_log_cut_at_any_page_is_never_believed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     engine = opened(folder)

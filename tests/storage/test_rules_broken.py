@@ -202,15 +202,15 @@ FINDS = {
     "a_repeated_put_frees_the_accepted_location": 1,
     "delete_unknown_segments_at_start": 407,
     "delete_before_the_decision_is_in_the_log": 5,
-    "start_with_any_log": 13,
+    "start_with_any_log": 15,
     "an_old_plane_may_commit": 35,
     "free_what_earlier_epochs_left_at_once": 65,
     "use_a_location_twice": 1,
     "a_rejected_location_may_be_put_again": 80,
     "free_frames_after_a_failed_commit": 463,
     "accept_a_new_segment_without_reading_it": 14,
-    "go_on_in_a_segment_after_a_failed_sync": 38,
-    "forget_segments_that_were_not_there": 463,
+    "go_on_in_a_segment_after_a_failed_sync": 13,
+    "forget_segments_that_were_not_there": 148,
 }
 """For each rule the first seed that found it broken. If a change of the code made it another one, all 500 are tried."""
 

@@ -36,10 +36,14 @@ LONG = FORKED | {
     "test_cluster",
     "test_direct",
     "test_faults",
+    "test_growth",
+    "test_injected",
     "test_kill_points",
     "test_network",
     "test_objects_killed",
     "test_outages",
+    "test_plane_benches",
+    "test_postgres",
     "test_processes",
     "test_put_many_killed",
     "test_storage_bench",
@@ -72,10 +76,15 @@ def _places(items: Sequence[pytest.Item]) -> dict[Path, float]:
     deep = {item.path for item in items if item.get_closest_marker("deep")}
     modules = list(dict.fromkeys(item.path for item in items))
     kinds = (
-        sorted((path for path in modules if path in waiting), key=lambda path: path.stem not in LONG),
+        sorted((path for path in modules if path in waiting), key=_length),
         sorted((path for path in modules if path not in waiting), key=lambda path: path not in deep),
     )
     return {path: i / len(kind) for kind in kinds for i, path in enumerate(kind)}
+
+
+def _length(path: Path) -> int:
+    """0 for what one worker runs for minutes, one module after the other; 1 for other long modules; 2 for the rest."""
+    return 0 if path.stem in FORKED | BROWSER else 1 if path.stem in LONG else 2
 
 
 def unit_of(nodeid: str) -> str:

@@ -13,6 +13,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from tests.support.pace import pace
+
 Body = Callable[..., Any]
 CONTEXT = multiprocessing.get_context("forkserver")
 # Imported once, in a process without threads from which the ranks are forked: each would need ten seconds for it.
@@ -40,7 +42,7 @@ def run_ranks(body: Body, folder: Path, *args: Any, world: int = 2, timeout_s: f
     while running := [process for process in ranks if process.exitcode is None]:
         connection.wait([process.sentinel for process in running], max(deadline - time.monotonic(), 0.0))
         if any(process.exitcode for process in ranks):
-            deadline = min(deadline, time.monotonic() + 10.0)
+            deadline = min(deadline, time.monotonic() + 10.0 * pace())
         if time.monotonic() >= deadline:
             break
     hung = [rank for rank, process in enumerate(ranks) if process.exitcode is None]

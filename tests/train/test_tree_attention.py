@@ -86,6 +86,7 @@ def test_a_tree_of_other_tokens_than_the_row_is_an_error() -> None:
         packed_attention(None, row, row, row, None, segments=tree)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forest_gives_the_logprobs_of_its_samples(family: str) -> None:
     model = build_model(ModelConfig(family=family, config=FAMILIES[family]))
@@ -104,6 +105,7 @@ LINEAR = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("family", "more", "words"),
     [

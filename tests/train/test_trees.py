@@ -27,6 +27,8 @@ from penstock.train.vision import Vision
 from tests.train.ranks import run_ranks
 from tests.train.test_attention import FAMILIES
 
+pytestmark = pytest.mark.deep  # models
+
 VOCABULARY, LONGEST = 20, 96
 
 

@@ -22,6 +22,8 @@ from penstock.train.run_config import ImagesConfig, TrainConfig
 from penstock.train.trainer import Trainer
 from penstock.train.vision import samples_through
 
+pytestmark = pytest.mark.deep  # models
+
 ONE_RANK = Packing(ranks=1, seq_len=64)
 IMAGE, VIDEO = COLOR_MODEL["image_token_id"], COLOR_MODEL["video_token_id"]
 

@@ -16,7 +16,7 @@ class Caller:
     def __call__(
         self, path: str, method: str = "GET", *, cookie: str | None = "", **headers: str
     ) -> tuple[int, dict[str, str], bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         own = f"{cookie_name(self.token)}={self.token}" if cookie == "" else cookie
         sent = {**({"Cookie": own} if own else {}), **{name.replace("_", "-"): v for name, v in headers.items()}}
         try:

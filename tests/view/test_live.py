@@ -146,7 +146,7 @@ def test_the_stream_brings_events_and_goes_on_where_the_page_had_read_to(watched
     folder, port, token = watched
     seen: list[str] = []
     for last in ("", '{"run\\n":{"metrics.jsonl":0}}'):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
         headers = {"Cookie": f"{cookie_name(token)}={token}", **({"Last-Event-ID": last} if last else {})}
         connection.request("GET", "/events", headers=headers)
         answer = connection.getresponse()

@@ -128,8 +128,8 @@ def test_tokens_that_were_too_old_are_shown_as_not_trained(tmp_path: Path) -> No
         whole = ps.Sample(id="whole", group="old", token_ids=[1, 2], loss_mask=[False, True], policy_version=0)
         new = ps.Sample(id="new", group="new", token_ids=[1, 2], loss_mask=[False, True], policy_version=2)
         plane.put([new])
-        plane.put([mixed, whole])
         taken(plane, version=2)
+        plane.put([mixed, whole])  # a step that is drawn before version 2 is committed would train them
         got = taken(plane)
     assert [sum(got[name]["loss_mask"]) for name in ("mixed", "whole")] == [2, 0]
     assert_shown(tmp_path, 2, got)

@@ -112,7 +112,7 @@ def test_view_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
         assert f"ssh -L {match[1]}:127.0.0.1:{match[1]} " in process.stdout.readline()
         assert caller("/api/overview")[0] == 200 and caller("/api/overview", cookie=None)[0] == 403
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) in (0, 130)
+        assert process.wait(120) in (0, 130)
         assert match[2] not in process.stderr.read()
 
 
