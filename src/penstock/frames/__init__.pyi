@@ -38,6 +38,7 @@ from penstock.frames.layout import frame_size as frame_size
 from penstock.frames.layout import front_size as front_size
 from penstock.frames.layout import join as join
 from penstock.frames.layout import read_sizes as read_sizes
+from penstock.frames.layout import sizes_of as sizes_of
 from penstock.frames.layout import split as split
 from penstock.frames.layout import wrap as wrap
 from penstock.frames.metadata import UNCUT as UNCUT

@@ -185,6 +185,13 @@ def front_size(prefix: Buffer) -> int:
     return PREFIX_SIZE + header_size + head_size
 
 
+def sizes_of(prefix: Buffer) -> tuple[int, int]:
+    """Return the bytes of the frame that begins with these bytes (at least 48), and of its front."""
+    header_size, head_size, body_size, _, _ = _read_prefix(memoryview(prefix))
+    front = PREFIX_SIZE + header_size + head_size
+    return front + body_size, front
+
+
 def read_sizes(prefix: Buffer) -> tuple[int, int, int]:
     """Return the bytes of (header, head, body) of the frame that begins with these bytes (at least 48)."""
     return _read_prefix(memoryview(prefix))[:3]

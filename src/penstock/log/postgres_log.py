@@ -60,6 +60,8 @@ class _Owner:
 class PostgresLog(Log):
     """The log of one run, owned by this process until `close` or until another plane takes it over."""
 
+    looks_ahead = True
+
     def __init__(
         self,
         address: str,

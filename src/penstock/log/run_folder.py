@@ -240,6 +240,7 @@ class Disk:
     def __init__(self, folder: Path | None, *, quota: int | None, reserve_bytes: int) -> None:
         self._folder, self._quota = folder, quota
         self._path = None if folder is None else folder / RESERVE
+        self._name = str(self._path)
         self.reserve_bytes = reserve_bytes
         self.keeps_all = False
         """Whether the run frees nothing (`retain="all"`), so that training makes no room."""
@@ -266,7 +267,7 @@ class Disk:
 
     def restore(self) -> bool:
         """Make the reserve if it is missing. Returns False if there is no room for it."""
-        if self._path is None or not self.reserve_bytes or os.path.exists(self._path):  # noqa: PTH110 - per put
+        if self._path is None or not self.reserve_bytes or os.path.exists(self._name):  # noqa: PTH110 - per put
             return True
         try:
             file = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ TIDY_BYTES = 16 << 20
 """Bytes written to the write-ahead log before a checkpoint is due."""
 _COMMIT_PAGES = 5
 """What a commit writes beside metadata and plans."""
+_EPOCH = "SELECT value FROM meta WHERE name = 'epoch'"
+_COUNT = "UPDATE meta SET value = ? WHERE name = 'commits'"
 TYPES = {"int": "INTEGER", "small": "INTEGER", "real": "REAL", "text": "TEXT", "blob": "BLOB", "any": ""}
 
 
@@ -131,6 +134,7 @@ class SqliteLog(Log):
         self.epoch = epoch
         if self.folder is not None and self._witness is None:
             self._witness = Witness(self.folder)
+        self._has_discards = self.first("SELECT 1 FROM discards LIMIT 1") is not None
         self._db.execute("BEGIN IMMEDIATE")
         self.set_meta("format", FORMAT)
         self.set_meta("run_id", self.run_id)
@@ -173,9 +177,10 @@ class SqliteLog(Log):
             try:
                 # Inside the transaction: BEGIN IMMEDIATE holds the write lock, so the epoch cannot change before our
                 # commit.
-                self.check_epoch()
+                if self._db.execute(_EPOCH).fetchone() != (self.epoch,):
+                    self.check_epoch()
                 yield
-                self._db.execute("UPDATE meta SET value = ? WHERE name = 'commits'", (self.commits + 1,))
+                self._db.execute(_COUNT, (self.commits + 1,))
                 started = time.perf_counter()
                 self._db.execute("COMMIT")
                 synced = time.perf_counter()
@@ -216,6 +221,14 @@ class SqliteLog(Log):
     def damage(self) -> str:
         return quick_check(self._db)
 
+    def is_discarded(self, name: str) -> bool:
+        # Most runs discard nothing, and every put asks.
+        return self._has_discards and super().is_discarded(name)
+
+    def add_discard(self, name: str) -> None:
+        self._has_discards = True
+        super().add_discard(name)
+
     def current_epoch(self) -> int:
         return self.meta("epoch", 0)
 
@@ -235,10 +248,9 @@ class SqliteLog(Log):
         self._db.executemany(f"{query} = ?", [(*values, key) for key in keys])
 
     def _insert(self, table: str, columns: str, rows: Sequence[tuple[Any, ...]], *, known: str = "") -> None:
-        marks = ", ".join("?" * (columns.count(",") + 1))
-        self._db.executemany(f"INSERT INTO {table} ({columns}) VALUES ({marks}) {known}", rows)  # noqa: S608 - ours
+        self._db.executemany(_insertion(table, columns, known), rows)
         if rows and isinstance(rows[0][-1], bytes):
-            self._written_bytes += sum(len(row[-1]) for row in rows)
+            self._written_bytes += sum([len(row[-1]) for row in rows])
 
     def close(self) -> None:
         if self._checkpointer is not None:
@@ -253,6 +265,12 @@ class SqliteLog(Log):
         if self._lock is not None:
             release(self._lock)
             self._lock = None
+
+
+@lru_cache(maxsize=64)
+def _insertion(table: str, columns: str, known: str) -> str:
+    marks = ", ".join("?" * (columns.count(",") + 1))
+    return f"INSERT INTO {table} ({columns}) VALUES ({marks}) {known}"  # noqa: S608 - our own names
 
 
 class WalCheckpointer:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from penstock.errors import Evicted, InvalidInput, PenstockError, UnknownKey, WaitTimeout
@@ -154,13 +153,18 @@ class TenantTables:
 
     def insert(self, row: GroupRow, policy_version: int, dispatch: int) -> bool:
         """Insert a group, or queue it if its table has no room. Returns False if it is too stale to be sampled."""
-        priority = self.given.pop(row.id, 1.0)
+        priority = self.given.pop(row.id, 1.0) if self.given else 1.0
         waiting = Waiting(row.id, row.op, row.size, row.tokens, policy_version, priority, dispatch)
         table = self.table(row.run)
-        if row.run not in self.overflow and table.may_insert():
-            with suppress(WaitTimeout):
-                return _insert(table, waiting)
-        self.overflow.setdefault(row.run, []).append(waiting)
+        if row.run in self.overflow or not table.may_insert():
+            return self._queue(row.run, waiting)
+        try:
+            return _insert(table, waiting)
+        except WaitTimeout:  # its bytes or tokens do not fit
+            return self._queue(row.run, waiting)
+
+    def _queue(self, table_name: str, waiting: Waiting) -> bool:
+        self.overflow.setdefault(table_name, []).append(waiting)
         return True
 
     def let_in(self) -> list[Key]:

@@ -192,6 +192,8 @@ class Rooms:
         self._advance(now)
         self._spare = None
         granted: list[Ticket] = []
+        if not self._queues and not self._asked:
+            return granted, []
         why = {table: self._offer(table, space, granted) for table in list(self._queues)}
         refused = []
         for ticket, waits in self._asked.items():
@@ -234,7 +236,8 @@ class Rooms:
         # Looked up once per turn, because every answer and pulse carries credit.
         if self._spare is None:
             self._spare = space.spare(self.reserved(""))
-        groups, size = (free // (4 * max(len(self._live), 1)) for free in self._spare)
+        clients = 4 * max(len(self._live), 1)
+        groups, size = self._spare.groups // clients, self._spare.bytes // clients
         return Amount(min(groups, MOST_CREDIT[0]), min(size, MOST_CREDIT[1])) if groups and size else NOTHING
 
     def _advance(self, now: float) -> None:
