@@ -274,8 +274,8 @@ class Log(LogReader):
     """Number of committed transactions. It counts all of them, also those without a decision (`op`)."""
     disk: Disk
     """The volume that the log shares with frames."""
-    looks_ahead: ClassVar[bool] = False
-    """Whether `look_up` spares later queries."""
+    least_looked_up: ClassVar[int] = 2
+    """The number of groups from which on `look_up` takes less time than queries one by one."""
     while_waiting: Callable[[], None] = staticmethod(lambda: None)
     """Called a few times a second while a database does not answer. Must not use the log."""
     on_commit: Callable[[float, Callable[[], str]], None] = staticmethod(lambda _seconds, _doing: None)
@@ -308,8 +308,7 @@ class Log(LogReader):
             raise Fenced(f"epoch {self.epoch}: the run was taken over by epoch {current}; this plane must end")
 
     def look_up(self, groups: Sequence[str], discards: Sequence[str]) -> None:
-        """Read ahead what `digest_of` and others need of these groups, and `is_discarded` of these names. For
-        databases where every query costs a round trip; does nothing in others."""
+        """Read ahead what `digest_of` and others need of these groups, and `is_discarded` of these names."""
 
     # -------------------------------------------------------------- statements; each database has its own
 

@@ -35,6 +35,9 @@ _COMMIT_PAGES = 5
 """What a commit writes beside metadata and plans."""
 _EPOCH = "SELECT value FROM meta WHERE name = 'epoch'"
 _COUNT = "UPDATE meta SET value = ? WHERE name = 'commits'"
+_LOOKED_UP = 32
+"""Groups that are looked up with one query."""
+_KNOWN = f"SELECT id FROM groups WHERE id IN ({', '.join('?' * _LOOKED_UP)})"  # noqa: S608 - only marks
 TYPES = {"int": "INTEGER", "small": "INTEGER", "real": "REAL", "text": "TEXT", "blob": "BLOB", "any": ""}
 
 
@@ -134,6 +137,8 @@ class SqliteLog(Log):
         self.epoch = epoch
         if self.folder is not None and self._witness is None:
             self._witness = Witness(self.folder)
+        self._new = set[str]()
+        """Groups that the log did not have when they were looked up, until something is written."""
         self._has_discards = self.first("SELECT 1 FROM discards LIMIT 1") is not None
         self._db.execute("BEGIN IMMEDIATE")
         self.set_meta("format", FORMAT)
@@ -174,6 +179,7 @@ class SqliteLog(Log):
             self._db.execute("BEGIN IMMEDIATE")
             locked_s = time.perf_counter() - began
             self._written_bytes = 0
+            self._new = set()
             try:
                 # Inside the transaction: BEGIN IMMEDIATE holds the write lock, so the epoch cannot change before our
                 # commit.
@@ -220,6 +226,17 @@ class SqliteLog(Log):
 
     def damage(self) -> str:
         return quick_check(self._db)
+
+    def look_up(self, groups: Sequence[str], discards: Sequence[str]) -> None:  # noqa: ARG002 - only groups are many
+        self._new = set()
+        for start in range(0, len(groups), _LOOKED_UP):
+            names = groups[start : start + _LOOKED_UP]
+            found = self.rows(_KNOWN, [*names, *[""] * (_LOOKED_UP - len(names))])  # no group is called ""
+            self._new.update(names)
+            self._new.difference_update([name for (name,) in found])
+
+    def digest_of(self, group: str) -> bytes | None:
+        return None if group in self._new else super().digest_of(group)
 
     def is_discarded(self, name: str) -> bool:
         # Most runs discard nothing, and every put asks.

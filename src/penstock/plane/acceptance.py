@@ -218,8 +218,9 @@ class Acceptance:
                 known = self._judge_task(group)
             if known is not None:
                 return known
-            if not (group.is_evaluation and self._settings.env_weights):  # evaluation needs no weight
-                group.table = self._recorder.state.tenant_tables.table_for(run)
+            tables = self._recorder.state.tenant_tables
+            if tables.is_shared and not (group.is_evaluation and self._settings.env_weights):
+                group.table = tables.table_for(run)  # evaluation needs no weight
             if group.is_evaluation:
                 self._check_evaluation_room(group.id, group.size)
             else:
@@ -300,7 +301,11 @@ class Acceptance:
         """Raise unless a group fits into its table and on the disk, beside the room reserved for others."""
         tables = self._recorder.state.tenant_tables
         table, arriving = tables.table(table_name), self.ahead(table_name) + reserved.groups
-        limit = int(self._settings.max_held_bytes * tables.part(table_name))
+        limit = (
+            int(self._settings.max_held_bytes * tables.part(table_name))
+            if table_name
+            else self._settings.max_held_bytes
+        )
         of = f" (tenant {table_name!r} has its share)" if table_name else ""
         if size > limit:
             raise InvalidInput(f"group {group!r}: {size:,} bytes; at most {limit:,} are ever held{of}: max_held_bytes")
@@ -448,7 +453,7 @@ class Acceptance:
             log.add_record(op, record)
         log.add_groups([(row, _metadata(group)) for row, group in zip(rows, groups, strict=True)])
         log.add_summaries(_summaries(rows, groups))
-        if evaluated := tuple([row.op for row in rows if row.is_evaluation]):
+        if evaluated := tuple(row.op for row, group in zip(rows, groups, strict=True) if group.is_evaluation):
             self._recorder.state.outcomes.add(GroupOutcome(outcome="evaluation", groups=evaluated))
         if shortened is not None:
             log.add_record(*shortened)
@@ -464,7 +469,7 @@ class Acceptance:
             if self._settings.env_weights and len(metadata.env) > 1:
                 envs = ", ".join(map(repr, sorted(set(metadata.env))[:5]))
                 raise InvalidInput(f"group {group.id!r}: samples of environments {envs}; with env_weights it has one")
-            table = tables.table_for(tables.key_of(metadata.run, metadata.env[0]))
+            table = tables.table_for(tables.key_of(metadata.run, metadata.env[0])) if tables.is_shared else ""
             if not group.is_evaluation:
                 self._arrivals.move(group, table)
         except PenstockError as error:

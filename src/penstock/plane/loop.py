@@ -244,8 +244,9 @@ class PlaneLoop:
     def _wait(self) -> None:
         """Wait for a message or a result of a worker."""
         ready = self._poller.poll(int(self._patience_s() * 1000))
-        if isinstance(self._workers, Threads) and any(found == self._workers.wake.descriptor for found, _ in ready):
-            self._workers.wake.clear()  # here, because a turn without results does not look at the workers
+        for found, _ in ready:
+            if isinstance(self._workers, Threads) and found == self._workers.wake.descriptor:
+                self._workers.wake.clear()  # here, because a turn without results does not look at the workers
 
     def _patience_s(self) -> float:
         """Return how long to wait for a message: until timeouts or a transport without a descriptor must be checked.
@@ -267,7 +268,8 @@ class PlaneLoop:
             self._answer(outcome)
         self._attach(now)
         self._unstage()
-        self._admit(self.admission.answer_traces(self._is_kept))
+        if traced := self.admission.answer_traces(self._is_kept):
+            self._admit([*traced])
         self._send_answers()
         self._check_owner(outcomes, now)
         self._marks.mark("accepted groups")
@@ -280,7 +282,8 @@ class PlaneLoop:
         self.tasks.answer_waiting(now)
         self._effects.carry_out(self.damage.turn())
         self._effects.carry_out(self.coordinator.on_tick(now))
-        self._admit(self.admission.offer_room(now))
+        if offered := self.admission.offer_room(now):
+            self._admit([*offered])
         for answer in self._readers.turn(now):
             self._effects.do(answer)
         self._send_answers()
@@ -301,7 +304,7 @@ class PlaneLoop:
                     found.append((peer, message, header, payload))
             except CorruptFrame as error:  # same as a lost message: the sender asks again
                 self.run_logger.count("messages_corrupt", f"dropped a message: {error}")
-        if self._log.looks_ahead:
+        if len(found) >= self._log.least_looked_up:
             named = [message.group for _, message, _, _ in found if isinstance(message, (Put, AskRoom))]
             self.engine.acceptance.look_up(named)
         return found

@@ -192,21 +192,21 @@ class Generated:
     def add(self, metadata: GroupMetadata) -> None:
         """Count a group that was accepted for training."""
         count = len(metadata.ids)
-        if metadata.rewards:
-            self._note("reward", *scored(metadata.rewards))
         # Python's own sums: for sixteen samples numpy's take ten times as long.
-        length = float(sum(int64s(metadata.lengths)))
-        self._note("length", length, count)
-        self._note("completion_length", float(sum(int64s(metadata.loss_tokens))), count)
-        self._note("truncated", float(len(metadata.truncated) - metadata.truncated.count(0)), count)
+        found = [
+            ("length", float(sum(int64s(metadata.lengths))), count),
+            ("completion_length", float(sum(int64s(metadata.loss_tokens))), count),
+            ("truncated", float(len(metadata.truncated) - metadata.truncated.count(0)), count),
+        ]
+        if metadata.rewards:
+            found.append(("reward", *scored(metadata.rewards)))
         if metadata.seconds:
             seconds = [one for one in metadata.seconds if one >= 0]
-            self._note("seconds", sum(seconds), len(seconds))
-
-    def _note(self, name: str, total: float, count: int) -> None:
-        if count:
-            self._open[name] += count
-            self._sums[name] = self._sums.get(name, 0.0) + total
+            found.append(("seconds", sum(seconds), len(seconds)))
+        for name, total, number in found:
+            if number:
+                self._open[name] += number
+                self._sums[name] = self._sums.get(name, 0.0) + total
 
     def close(self, step: int, buffer: Mapping[str, float], bias: dict[str, float]) -> None:
         """Close the interval of a planned step, with the metrics of the tables and of the bias at that moment."""

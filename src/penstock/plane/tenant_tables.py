@@ -93,6 +93,11 @@ class TenantTables:
         for waiting in self.overflow.pop(tenant, []):
             self._on_evict(waiting.key, "cleared")
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether a group's tenant or environment decides what becomes of it. Otherwise table "" takes every group."""
+        return bool(self.members or self.evicted or self.env_unit is not None)
+
     def key_of(self, run: str, env: str) -> str:
         """Return what decides in which table a group waits: its environment, or its tenant."""
         return run if self.env_unit is None else env

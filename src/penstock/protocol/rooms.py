@@ -151,7 +151,7 @@ class Rooms:
     def claim(self, ticket: Ticket, table: str) -> Amount | None:
         """Handle a put that arrived. Returns the room reserved for others, or None if others wait before it."""
         self.hear(*ticket)
-        reserved, place = self.reserved(table), self._places.get(ticket)
+        reserved, place = self._reserved.get(table, NOTHING), self._places.get(ticket)
         if place is not None and place.is_reserved and place.table == table:
             # Its own reservation must not count against it. Example: 3 groups reserved in all, one of them for this
             # put: 2 are reserved for others.
@@ -172,7 +172,8 @@ class Rooms:
 
     def close(self, ticket: Ticket) -> None:
         """End a ticket: its put was accepted, rejected or given up."""
-        self._leave(ticket)
+        if ticket in self._places:
+            self._leave(ticket)
         self._asked.pop(ticket, None)
         self._closed[ticket] = None
         if len(self._closed) > _REMEMBERED:

@@ -112,7 +112,7 @@ class Table:
         """
         if not _is_priority(priority):
             _refuse_priority(f"insert({key!r}): priority", priority)
-        if timeout is not None:
+        if timeout is not None and (type(timeout) is not int or timeout):  # 0 is what planes pass
             timeout = seconds_of(timeout)
         most_bytes, most_tokens = self._most
         if not (
