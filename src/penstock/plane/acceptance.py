@@ -301,11 +301,7 @@ class Acceptance:
         """Raise unless a group fits into its table and on the disk, beside the room reserved for others."""
         tables = self._recorder.state.tenant_tables
         table, arriving = tables.table(table_name), self.ahead(table_name) + reserved.groups
-        limit = (
-            int(self._settings.max_held_bytes * tables.part(table_name))
-            if table_name
-            else self._settings.max_held_bytes
-        )
+        limit = int(self._settings.max_held_bytes * tables.part(table_name))
         of = f" (tenant {table_name!r} has its share)" if table_name else ""
         if size > limit:
             raise InvalidInput(f"group {group!r}: {size:,} bytes; at most {limit:,} are ever held{of}: max_held_bytes")

@@ -193,13 +193,12 @@ class Generated:
         """Count a group that was accepted for training."""
         count = len(metadata.ids)
         # Python's own sums: for sixteen samples numpy's take ten times as long.
-        found = [
+        found = [("reward", *scored(metadata.rewards))] if metadata.rewards else []
+        found += [
             ("length", float(sum(int64s(metadata.lengths))), count),
             ("completion_length", float(sum(int64s(metadata.loss_tokens))), count),
             ("truncated", float(len(metadata.truncated) - metadata.truncated.count(0)), count),
         ]
-        if metadata.rewards:
-            found.append(("reward", *scored(metadata.rewards)))
         if metadata.seconds:
             seconds = [one for one in metadata.seconds if one >= 0]
             found.append(("seconds", sum(seconds), len(seconds)))
