@@ -73,11 +73,11 @@ def counting(hops: list[str]) -> Iterator[Callable[[], dict[str, int]]]:
 
 
 @contextmanager
-def loop_modules(first: str, last: str) -> Iterator[set[str]]:
-    """Collects our modules whose functions run in one thread from a call of `first` to the return of `last`.
+def loop_modules(first: str, last: str) -> Iterator[Counter[str]]:
+    """Counts calls of our functions in one thread from a call of `first` to the return of `last`, by module.
 
     Counts code in files only: generated constructors of records have no line that one could read."""
-    begin, end, found = code_of(first), code_of(last), set[str]()
+    begin, end, found = code_of(first), code_of(last), Counter[str]()
     threads: set[int] = set()
 
     def note(frame: FrameType, event: str, _argument: object) -> None:
@@ -85,8 +85,9 @@ def loop_modules(first: str, last: str) -> Iterator[set[str]]:
         if event == "call" and code is begin:
             threads.add(thread)
         name = frame.f_globals.get("__name__", "")
-        if thread in threads and name.startswith("penstock.") and code.co_filename.endswith(".py"):
-            found.add(name)
+        is_ours = name.startswith("penstock.") and code.co_filename.endswith(".py")
+        if event == "call" and thread in threads and is_ours:
+            found[name] += 1
         if event == "return" and code is end:
             threads.discard(thread)
 
@@ -173,7 +174,8 @@ def test_through_the_plane_a_group_is_encoded_checked_gathered_and_decoded_once(
 
 
 def test_one_put_touches_few_modules_on_the_loop(tmp_path: Path) -> None:
-    """From the message to its answer. The page says how many; more would mean that a step of the path was split."""
+    """From the message to its answer. The page says how many modules, and how many calls of their functions; more would
+    mean that a step of the path was split, or that every put asks again what cannot have changed."""
     with (
         loop_modules(_ON_PUT, _ANSWER) as found,
         ps.open(tmp_path / "run", ranks=1, seq_len=64, groups_per_step=9) as plane,
@@ -182,10 +184,11 @@ def test_one_put_touches_few_modules_on_the_loop(tmp_path: Path) -> None:
         found.clear()
         put_one(plane)
     own = {name for name in found if name.startswith("penstock.plane.")}
-    stated = re.search(r"touches at most (\d+) modules, (\d+) of them in `penstock.plane`", PAGE)
+    stated = re.search(r"touches at most (\d+) modules, (\d+) of them in `penstock.plane`, with (\d+) calls", PAGE)
     assert stated is not None
     assert 10 < len(found) <= int(stated[1]), sorted(found)
     assert 5 < len(own) <= int(stated[2]), sorted(own)
+    assert 50 < found.total() <= int(stated[3]), found.most_common()
 
 
 def test_one_call_more_is_noticed_in_any_thread() -> None:

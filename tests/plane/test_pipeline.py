@@ -348,6 +348,24 @@ def trained(plane: ps.Plane, *, count: int) -> Iterator[dict[int, set[str]]]:
             source.close()
 
 
+def test_a_result_that_came_between_two_turns_wakes_the_loop_once() -> None:
+    """A turn without results does not look at the workers, so their call must end before it: the loop would not wait
+    again."""
+    workers, handled = Threads(), list[object]()
+    loop = PlaneLoop(settings_of(), SqliteLog(None), [MemoryPlane()], workers=workers)
+    workers.post(handled.append, "a result")
+    workers.finish()  # an earlier turn has handled it, before its call was seen
+    workers.wake.call()
+    loop._wait()
+    assert handled == ["a result"] and not select.select([workers.wake.descriptor], [], [], 0)[0]
+    loop.turn(time.monotonic())
+    workers.post(handled.append, "another")
+    loop._wait()
+    loop.turn(time.monotonic())
+    assert handled == ["a result", "another"] and not select.select([workers.wake.descriptor], [], [], 0)[0]
+    loop._close()
+
+
 def test_what_arrived_while_the_log_was_slow_is_handled_at_once_afterwards() -> None:
     """It was taken off the socket, so no message announces it: the loop waited a quarter of a second for another."""
     memory, log = MemoryPlane(), SqliteLog(None)

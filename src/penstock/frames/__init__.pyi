@@ -35,6 +35,7 @@ from penstock.frames.layout import PREFIX_SIZE as PREFIX_SIZE
 from penstock.frames.layout import Block as Block
 from penstock.frames.layout import Buffer as Buffer
 from penstock.frames.layout import frame_size as frame_size
+from penstock.frames.layout import front_and_frame_size as front_and_frame_size
 from penstock.frames.layout import front_size as front_size
 from penstock.frames.layout import join as join
 from penstock.frames.layout import read_sizes as read_sizes

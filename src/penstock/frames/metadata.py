@@ -174,17 +174,18 @@ def _inflated(data: bytes) -> bytes:
 
 def _check_sizes(found: GroupMetadata) -> None:
     """Raise unless per-sample fields have one entry per sample, counts are possible, and metrics are few."""
-    count = found.num_samples
-    for name, size in zip(_ARRAYS, map(len, _arrays_of(found)), strict=True):
-        if size != 8 * count:
-            raise CorruptFrame(f"metadata of a group: {size} bytes of {name}; {count} samples take {8 * count}")
+    count = len(found.ids)
+    sizes = [*map(len, _arrays_of(found))]
+    if sizes.count(8 * count) < len(sizes):
+        name, size = next(one for one in zip(_ARRAYS, sizes, strict=True) if one[1] != 8 * count)
+        raise CorruptFrame(f"metadata of a group: {size} bytes of {name}; {count} samples take {8 * count}")
     if found.rewards or found.truncated or found.seconds or found.late != NO_LATE:
         _check_values(found, count)
     if (found.versions or found.version_terms) and (
         problem := versions_problem(found.versions, found.version_terms, np.frombuffer(found.loss_tokens, "<i8"))
     ):
         raise CorruptFrame(f"metadata of a group: {problem}")
-    if len(found.metrics) > MAX_METRICS or any(len(name) > MAX_METRIC_NAME for name in found.metrics):
+    if found.metrics and (len(found.metrics) > MAX_METRICS or max(map(len, found.metrics)) > MAX_METRIC_NAME):
         raise CorruptFrame(
             f"metadata of a group: {len(found.metrics)} metrics; at most {MAX_METRICS}, with names of at most "
             f"{MAX_METRIC_NAME} characters"

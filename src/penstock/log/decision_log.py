@@ -20,23 +20,24 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
 from penstock.errors import CorruptFile, Fenced
 from penstock.log.decision_records import Record, pack_record, read_record
 from penstock.log.log_rows import (
+    FIELDS_OF_GROUPS,
     GROUP_COLUMNS,
     NO_KINDS,
     SELECT_GROUPS,
+    WRITES_OF_GROUPS,
     GroupOutcome,
     GroupRow,
     SegmentRow,
     State,
     Summary,
     group_row,
-    group_values,
     pack_outcome,
     read_outcome,
     read_summary,
@@ -273,6 +274,8 @@ class Log(LogReader):
     """Number of committed transactions. It counts all of them, also those without a decision (`op`)."""
     disk: Disk
     """The volume that the log shares with frames."""
+    least_looked_up: ClassVar[int] = 2
+    """The number of groups from which on `look_up` takes less time than queries one by one."""
     while_waiting: Callable[[], None] = staticmethod(lambda: None)
     """Called a few times a second while a database does not answer. Must not use the log."""
     on_commit: Callable[[float, Callable[[], str]], None] = staticmethod(lambda _seconds, _doing: None)
@@ -305,8 +308,7 @@ class Log(LogReader):
             raise Fenced(f"epoch {self.epoch}: the run was taken over by epoch {current}; this plane must end")
 
     def look_up(self, groups: Sequence[str], discards: Sequence[str]) -> None:
-        """Read ahead what `digest_of` and others need of these groups, and `is_discarded` of these names. For
-        databases where every query costs a round trip; does nothing in others."""
+        """Read ahead what `digest_of` and others need of these groups, and `is_discarded` of these names."""
 
     # -------------------------------------------------------------- statements; each database has its own
 
@@ -335,9 +337,8 @@ class Log(LogReader):
 
     def add_groups(self, rows: Sequence[tuple[GroupRow, bytes]]) -> None:
         """Add groups, each with its metadata, with the current time as their time of acceptance."""
-        at = (time.time(),)
-        # The time is the last column.
-        self._insert("groups", GROUP_COLUMNS, [group_values(row)[:-1] + at for row, _ in rows])
+        at = time.time()
+        self._insert("groups", GROUP_COLUMNS, [_values(row, at) for row, _ in rows])
         # The table and its column are called `facts` in every log that exists: the name is part of the format.
         self._insert("facts", "op, facts", [(row.op, metadata) for row, metadata in rows])
 
@@ -432,3 +433,12 @@ class Log(LogReader):
     def remove_prompts(self, first: int) -> None:
         """Remove prompts from row `first` on: they were sent for a list that was never opened."""
         self._write("DELETE FROM prompts WHERE number >= ?", (first,))
+
+
+def _values(row: GroupRow, at: float) -> tuple[Any, ...]:
+    """Return the values to store for a group that was accepted at this time, in the order of `GROUP_COLUMNS`."""
+    values = list(FIELDS_OF_GROUPS(row))
+    for place, write in WRITES_OF_GROUPS:
+        values[place] = write(values[place])
+    values[-1] = at
+    return tuple(values)

@@ -135,8 +135,8 @@ def _declared() -> dict[str, Column]:
 COLUMNS_OF_GROUPS = _declared()
 GROUP_COLUMNS = ", ".join(COLUMNS_OF_GROUPS)
 SELECT_GROUPS = f"SELECT {GROUP_COLUMNS} FROM groups"  # noqa: S608 - our own names
-_FIELDS = attrgetter(*COLUMNS_OF_GROUPS)
-_WRITES = [(place, column.write) for place, column in enumerate(COLUMNS_OF_GROUPS.values()) if column.write]
+FIELDS_OF_GROUPS = attrgetter(*COLUMNS_OF_GROUPS)
+WRITES_OF_GROUPS = [(place, column.write) for place, column in enumerate(COLUMNS_OF_GROUPS.values()) if column.write]
 _READS = [(place, column.read) for place, column in enumerate(COLUMNS_OF_GROUPS.values()) if column.read]
 
 
@@ -152,14 +152,6 @@ def group_row(found: tuple[Any, ...]) -> GroupRow:
             f"log: group {found[1]!r:.60}: {column} cannot be read: {error}; restore it from a copy"
         ) from None
     return GroupRow(*values)
-
-
-def group_values(row: GroupRow) -> tuple[Any, ...]:
-    """Return the values to store for a row, in the order of `GROUP_COLUMNS`."""
-    values = list(_FIELDS(row))
-    for place, write in _WRITES:
-        values[place] = write(values[place])
-    return tuple(values)
 
 
 # ------------------------------------------------------------------ tables
@@ -242,13 +234,10 @@ class GroupOutcome(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 # Made at import: msgspec crashes when two threads are the first to decode a type.
-_PACK = msgspec.msgpack.Encoder()
+pack_outcome = msgspec.msgpack.Encoder().encode
+"""Packs a `GroupOutcome` or a `Summary`."""
 _READ_OUTCOME = msgspec.msgpack.Decoder(GroupOutcome)
 _READ_SUMMARY = msgspec.msgpack.Decoder(Summary)
-
-
-def pack_outcome(found: GroupOutcome | Summary) -> bytes:
-    return _PACK.encode(found)
 
 
 def read_outcome(data: bytes) -> GroupOutcome:

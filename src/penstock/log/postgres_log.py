@@ -60,6 +60,8 @@ class _Owner:
 class PostgresLog(Log):
     """The log of one run, owned by this process until `close` or until another plane takes it over."""
 
+    least_looked_up = 1  # every query costs a round trip
+
     def __init__(
         self,
         address: str,

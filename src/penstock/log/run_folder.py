@@ -229,6 +229,8 @@ def _line(run_id: str, commits: int) -> bytes:
 # ---------------------------------------------------------------------------------------------------------- the reserve
 
 RESERVE = "reserve"
+_LOOK_S = 1.0
+"""Interval of the check whether somebody else deleted the reserve."""
 _FREES_NOTHING = (
     'this run keeps everything (retain="all") and frees nothing: make room, raise max_disk_bytes, or let it forget '
     "what was trained with `penstock storage forget`"
@@ -241,6 +243,8 @@ class Disk:
     def __init__(self, folder: Path | None, *, quota: int | None, reserve_bytes: int) -> None:
         self._folder, self._quota = folder, quota
         self._path = None if folder is None else folder / RESERVE
+        self._look_at = 0.0
+        """When to look again whether the reserve is there: every put asks, and only this process deletes it."""
         self.reserve_bytes = reserve_bytes
         self.keeps_all = False
         """Whether the run frees nothing (`retain="all"`), so that training makes no room."""
@@ -267,21 +271,29 @@ class Disk:
 
     def restore(self) -> bool:
         """Make the reserve if it is missing. Returns False if there is no room for it."""
-        if self._path is None or not self.reserve_bytes or os.path.exists(self._path):  # noqa: PTH110 - per put
+        now = time.monotonic()
+        if self._path is None or not self.reserve_bytes or now < self._look_at:
             return True
+        if not self._path.exists() and not self._make(self._path):
+            return False
+        self._look_at = now + _LOOK_S
+        return True
+
+    def _make(self, path: Path) -> bool:
         try:
-            file = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+            file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
             try:
                 os.posix_fallocate(file, 0, self.reserve_bytes)
             finally:
                 os.close(file)
         except OSError as error:
-            self._path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             return error.errno in (errno.EINVAL, errno.EOPNOTSUPP)  # this filesystem cannot reserve
         return True
 
     def release(self) -> bool:
         """Delete the reserve to make room. Returns False if there is none."""
+        self._look_at = 0.0
         if self._path is None or not self._path.exists():
             return False
         self._path.unlink(missing_ok=True)

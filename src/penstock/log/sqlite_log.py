@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ TIDY_BYTES = 16 << 20
 """Bytes written to the write-ahead log before a checkpoint is due."""
 _COMMIT_PAGES = 5
 """What a commit writes beside metadata and plans."""
+_EPOCH = "SELECT value FROM meta WHERE name = 'epoch'"
+_COUNT = "UPDATE meta SET value = ? WHERE name = 'commits'"
+_LOOKED_UP = 32
+"""Groups that are looked up with one query."""
+_KNOWN = f"SELECT id FROM groups WHERE id IN ({', '.join('?' * _LOOKED_UP)})"  # noqa: S608 - only marks
 TYPES = {"int": "INTEGER", "small": "INTEGER", "real": "REAL", "text": "TEXT", "blob": "BLOB", "any": ""}
 
 
@@ -131,6 +137,9 @@ class SqliteLog(Log):
         self.epoch = epoch
         if self.folder is not None and self._witness is None:
             self._witness = Witness(self.folder)
+        self._new = set[str]()
+        """Groups that the log did not have when they were looked up, until something is written."""
+        self._has_discards = self.first("SELECT 1 FROM discards LIMIT 1") is not None
         self._db.execute("BEGIN IMMEDIATE")
         self.set_meta("format", FORMAT)
         self.set_meta("run_id", self.run_id)
@@ -170,12 +179,14 @@ class SqliteLog(Log):
             self._db.execute("BEGIN IMMEDIATE")
             locked_s = time.perf_counter() - began
             self._written_bytes = 0
+            self._new = set()
             try:
                 # Inside the transaction: BEGIN IMMEDIATE holds the write lock, so the epoch cannot change before our
                 # commit.
-                self.check_epoch()
+                if self._db.execute(_EPOCH).fetchone() != (self.epoch,):
+                    self.check_epoch()
                 yield
-                self._db.execute("UPDATE meta SET value = ? WHERE name = 'commits'", (self.commits + 1,))
+                self._db.execute(_COUNT, (self.commits + 1,))
                 started = time.perf_counter()
                 self._db.execute("COMMIT")
                 synced = time.perf_counter()
@@ -216,6 +227,25 @@ class SqliteLog(Log):
     def damage(self) -> str:
         return quick_check(self._db)
 
+    def look_up(self, groups: Sequence[str], discards: Sequence[str]) -> None:  # noqa: ARG002 - only groups are many
+        self._new = set()
+        for start in range(0, len(groups), _LOOKED_UP):
+            names = groups[start : start + _LOOKED_UP]
+            found = self.rows(_KNOWN, [*names, *[""] * (_LOOKED_UP - len(names))])  # no group is called ""
+            self._new.update(names)
+            self._new.difference_update([name for (name,) in found])
+
+    def digest_of(self, group: str) -> bytes | None:
+        return None if group in self._new else super().digest_of(group)
+
+    def is_discarded(self, name: str) -> bool:
+        # Most runs discard nothing, and every put asks.
+        return self._has_discards and super().is_discarded(name)
+
+    def add_discard(self, name: str) -> None:
+        self._has_discards = True
+        super().add_discard(name)
+
     def current_epoch(self) -> int:
         return self.meta("epoch", 0)
 
@@ -235,10 +265,9 @@ class SqliteLog(Log):
         self._db.executemany(f"{query} = ?", [(*values, key) for key in keys])
 
     def _insert(self, table: str, columns: str, rows: Sequence[tuple[Any, ...]], *, known: str = "") -> None:
-        marks = ", ".join("?" * (columns.count(",") + 1))
-        self._db.executemany(f"INSERT INTO {table} ({columns}) VALUES ({marks}) {known}", rows)  # noqa: S608 - ours
+        self._db.executemany(_insertion(table, columns, known), rows)
         if rows and isinstance(rows[0][-1], bytes):
-            self._written_bytes += sum(len(row[-1]) for row in rows)
+            self._written_bytes += sum([len(row[-1]) for row in rows])
 
     def close(self) -> None:
         if self._checkpointer is not None:
@@ -253,6 +282,12 @@ class SqliteLog(Log):
         if self._lock is not None:
             release(self._lock)
             self._lock = None
+
+
+@lru_cache(maxsize=64)
+def _insertion(table: str, columns: str, known: str) -> str:
+    marks = ", ".join("?" * (columns.count(",") + 1))
+    return f"INSERT INTO {table} ({columns}) VALUES ({marks}) {known}"  # noqa: S608 - our own names
 
 
 class WalCheckpointer:

@@ -3,6 +3,7 @@ from penstock.plane.acceptance import put_key as put_key
 from penstock.plane.engine import Engine as Engine
 from penstock.plane.intake import Incoming as Incoming
 from penstock.plane.intake import Intake as Intake
+from penstock.plane.intake import summary_of as summary_of
 from penstock.plane.late_groups import COLUMN as COLUMN
 from penstock.plane.ledger import Ledger as Ledger
 from penstock.plane.loop import PlaneLoop as PlaneLoop
@@ -14,7 +15,6 @@ from penstock.plane.opening import note_listening as note_listening
 from penstock.plane.opening import open_log as open_log
 from penstock.plane.opening import run_folder as run_folder
 from penstock.plane.opening import storage_of as storage_of
-from penstock.plane.outcomes import summary_of as summary_of
 from penstock.plane.remembered import SETTINGS as SETTINGS
 from penstock.plane.segments import OWN as OWN
 from penstock.plane.settings import CLUSTER_TIMEOUTS as CLUSTER_TIMEOUTS

@@ -29,8 +29,7 @@ from penstock.log import (
     Summary,
     Unlisted,
 )
-from penstock.plane.intake import NONE, Incoming, OverLength, why_untrained
-from penstock.plane.outcomes import summary_of
+from penstock.plane.intake import NONE, Incoming, OverLength, summary_of, why_untrained
 from penstock.plane.recorder import Recorder
 from penstock.plane.settings import PlaneSettings
 from penstock.plane.state import OVER_LENGTH_KEY
@@ -91,9 +90,10 @@ class Arrivals:
 
     def move(self, group: Incoming, table: str) -> None:
         """Count a group for another table than it was offered for."""
-        self._count(group, -1)
-        group.table = table
-        self._count(group, 1)
+        if table != group.table:
+            self._count(group, -1)
+            group.table = table
+            self._count(group, 1)
 
     def _count(self, group: Incoming, sign: int) -> None:
         self.num_bytes += sign * group.size
@@ -183,21 +183,24 @@ class Acceptance:
 
         Groups are a power of four, because the exact number would need a search in every answer. With tenants it is
         nothing: room in one table says nothing about the others."""
-        if self._recorder.tenant_tables.members:
+        state = self._recorder.state
+        if state.tenant_tables.members:
             return NOTHING
-        table, arriving = self._recorder.tenant_tables.table(""), self.ahead("") + reserved.groups
+        table, arriving = state.tenant_tables.table(""), self.ahead("") + reserved.groups
         # A table of 1,000 groups has no room for 262,144: asking takes longer than comparing.
-        held, most = len(table) + arriving, table.settings.capacity
-        evicts = table.settings.remover is not None
-        tried = (n for n in _SPARE if evicts or held + n <= most)
-        groups = next((n for n in tried if table.may_insert(ahead=arriving + n - 1)), 0)
-        used = self._recorder.state.bytes_of[""] + self._arrivals.bytes[""] + reserved.bytes
+        settings, room = table.settings, table.settings.capacity - len(table) - arriving
+        groups = 0
+        for count in _SPARE:
+            if (count <= room or settings.remover is not None) and table.may_insert(ahead=arriving + count - 1):
+                groups = count
+                break
+        used = state.bytes_of[""] + self._arrivals.bytes[""] + reserved.bytes
         return Amount(groups, max(self._settings.max_held_bytes - used, 0))
 
     def ahead(self, table_name: str) -> int:
         """Return how many groups will enter a table: those that are not accepted yet, and those that wait for
         columns. Their room is taken, so that attaching a column never waits for any."""
-        return self._arrivals.groups[table_name] + self._recorder.state.late.tables[table_name]
+        return self._arrivals.groups[table_name] + self._recorder.state.late.tables.get(table_name, 0)
 
     def offer(self, group: Incoming, run: str = "", *, claim: Claim = lambda _: NOTHING) -> Outcome | bool:
         """Decide whether a group's frame should be checked and stored.
@@ -211,12 +214,13 @@ class Acceptance:
             if group.priority != 1.0:  # the default needs no check
                 check_priority(group.id, group.priority)
             known = self._recognise(group)
-            if known is None:
+            if known is None and self._recorder.state.tasks.lists:
                 known = self._judge_task(group)
             if known is not None:
                 return known
-            if not (group.is_evaluation and self._settings.env_weights):  # evaluation needs no weight
-                group.table = self._recorder.tenant_tables.table_for(run)
+            tables = self._recorder.state.tenant_tables
+            if tables.is_shared and not (group.is_evaluation and self._settings.env_weights):
+                group.table = tables.table_for(run)  # evaluation needs no weight
             if group.is_evaluation:
                 self._check_evaluation_room(group.id, group.size)
             else:
@@ -295,9 +299,9 @@ class Acceptance:
 
     def _check_room(self, group: str, table_name: str, size: int, reserved: Amount) -> None:
         """Raise unless a group fits into its table and on the disk, beside the room reserved for others."""
-        table = self._recorder.tenant_tables.table(table_name)
-        arriving = self.ahead(table_name) + reserved.groups
-        limit = int(self._settings.max_held_bytes * self._recorder.tenant_tables.part(table_name))
+        tables = self._recorder.state.tenant_tables
+        table, arriving = tables.table(table_name), self.ahead(table_name) + reserved.groups
+        limit = int(self._settings.max_held_bytes * tables.part(table_name))
         of = f" (tenant {table_name!r} has its share)" if table_name else ""
         if size > limit:
             raise InvalidInput(f"group {group!r}: {size:,} bytes; at most {limit:,} are ever held{of}: max_held_bytes")
@@ -398,29 +402,23 @@ class Acceptance:
 
     def flush(self) -> list[Outcome]:
         """Accept all groups that were checked and stored, in one transaction. An outcome without error is durable."""
-        outcomes = [outcome for group in self._arrivals.ready for outcome in self._late_refusal(group)]
-        groups, state = self._arrivals.ready, self._recorder.state
+        outcomes, groups, state = list[Outcome](), list[Incoming](), self._recorder.state
+        for group in self._arrivals.ready:
+            if refused := self._late_refusal(group):
+                outcomes += refused
+            else:
+                groups.append(group)
         if not groups:
             return outcomes
-        first = state.op + 1
-        before = list(enumerate(_before(groups, self._recorder.log.epoch), start=first))
-        rows = [_row(group, op) for op, group in enumerate(groups, start=first + len(before))]
-        evaluated = sum(group.size for group in groups if group.is_evaluation)
+        before = list(enumerate(_before(groups, self._recorder.log.epoch), start=state.op + 1))
+        rows = [_row(group, op) for op, group in enumerate(groups, start=state.op + 1 + len(before))]
+        shortened = _shortened(groups, rows[-1].op + 1)
+        evaluated = sum([group.size for group in groups if group.is_evaluation])
         if evaluated:
             state.free_evaluations(max(self._settings.retain_eval_bytes - evaluated, 0))
         try:
             with self._recorder.transaction():
-                for op, record in before:
-                    self._recorder.log.add_record(op, record)
-                self._recorder.log.add_groups(
-                    [(row, _metadata(group)) for row, group in zip(rows, groups, strict=True)]
-                )
-                self._recorder.log.add_summaries(_summaries(rows, groups))
-                if evaluated:
-                    state.outcomes.add(_evaluation(rows))
-                shortened = _shortened(groups, rows[-1].op + 1)
-                if shortened is not None:
-                    self._recorder.log.add_record(*shortened)
+                self._write(before, rows, groups, shortened)
         except Exception as error:  # noqa: BLE001 - whatever a row provokes, its producer gets the error
             # After a failed sync the rows may or may not be on disk, so their frames must stay. They are deleted with
             # their segment, once it holds no accepted frame.
@@ -438,10 +436,28 @@ class Acceptance:
             state.free_evaluations(self._settings.retain_eval_bytes)  # one batch alone may exceed the limit
         return outcomes
 
+    def _write(
+        self,
+        before: Sequence[tuple[int, Record]],
+        rows: Sequence[GroupRow],
+        groups: Sequence[Incoming],
+        shortened: tuple[int, Shorten] | None,
+    ) -> None:
+        """Write accepted groups, and what is decided with them, inside a transaction."""
+        log = self._recorder.log
+        for op, record in before:
+            log.add_record(op, record)
+        log.add_groups([(row, _metadata(group)) for row, group in zip(rows, groups, strict=True)])
+        log.add_summaries(_summaries(rows, groups))
+        if evaluated := tuple(row.op for row, group in zip(rows, groups, strict=True) if group.is_evaluation):
+            self._recorder.state.outcomes.add(GroupOutcome(outcome="evaluation", groups=evaluated))
+        if shortened is not None:
+            log.add_record(*shortened)
+
     def _late_refusal(self, group: Incoming) -> list[Outcome]:
         """Reject a stored group whose run may not put: the run was evicted meanwhile, or the frame names another
         run."""
-        metadata, tables = group.metadata, self._recorder.tenant_tables
+        metadata, tables = group.metadata, self._recorder.state.tenant_tables
         assert metadata is not None
         if group.is_evaluation and self._settings.env_weights:
             return []
@@ -449,13 +465,14 @@ class Acceptance:
             if self._settings.env_weights and len(metadata.env) > 1:
                 envs = ", ".join(map(repr, sorted(set(metadata.env))[:5]))
                 raise InvalidInput(f"group {group.id!r}: samples of environments {envs}; with env_weights it has one")
-            table = tables.table_for(tables.key_of(metadata.run, metadata.env[0]))
+            table = tables.table_for(tables.key_of(metadata.run, metadata.env[0])) if tables.is_shared else ""
             if not group.is_evaluation:
                 self._arrivals.move(group, table)
         except PenstockError as error:
             self._recorder.segments.reject(group.location)
             return self.refuse(group, error)
-        if self._verdict(group.id) is Verdict.LATE:  # its task was decided while it was checked
+        if self._recorder.state.tasks.lists and self._verdict(group.id) is Verdict.LATE:
+            # Its task was decided while it was checked.
             self._arrivals.remove(group)
             self._recorder.segments.reject(group.location)
             return [replace(self._late(group), ticket=ticket) for ticket in group.tickets]
@@ -472,11 +489,13 @@ class Acceptance:
         if group.is_evaluation:
             state.take_evaluation(row, group.eval_metadata)
             return _outcomes(group)
-        counts["groups_untrained"] += bool(why_untrained(group.metadata))
+        if self._settings.untrained_groups != "reject":  # else there are none
+            counts["groups_untrained"] += bool(why_untrained(group.metadata))
         if group.awaited is None:
             self.generated.add(group.metadata)
             state.bias.put(row, group.metadata.rewards)
-        counts["groups_awaited"] += group.awaited is not None
+        else:
+            counts["groups_awaited"] += 1
         self.filtered_in_a_row.clear()
         stale = not state.take_in(row)
         self._recorder.on_stage("put", (row,), 0)
@@ -494,7 +513,7 @@ def _row(group: Incoming, op: int) -> GroupRow:
         id=group.id,
         digest=group.digest,
         policy_version=metadata.policy_version,
-        samples=metadata.num_samples,
+        samples=len(metadata.ids),
         tokens=metadata.num_tokens,
         size=group.size,
         state=_first_state(group),
@@ -513,6 +532,8 @@ def _first_state(group: Incoming) -> State:
 
 def _before(groups: Sequence[Incoming], epoch: int) -> list[Record]:
     """Return the decisions that say how these groups are accepted: priorities other than 1, and what some wait for."""
+    if all(group.priority == 1.0 and group.awaited is None for group in groups):  # the usual case
+        return []
     trained = [group for group in groups if not group.is_evaluation]
     given = {group.id: group.priority for group in trained if group.priority != 1.0}
     put = {"at": time.time(), "epoch": epoch}
@@ -531,7 +552,9 @@ def _metadata(group: Incoming) -> bytes:
 def _shortened(groups: Sequence[Incoming], op: int) -> tuple[int, Shorten] | None:
     """Return the decision that counts truncated and dropped samples of these groups, if there are any."""
     found = [group.over_length for group in groups if group.over_length is not NONE]
-    total = OverLength.total(found) if found else NONE
+    if not found:
+        return None
+    total = OverLength.total(found)
     return (op, Shorten(**asdict(total))) if total else None
 
 
@@ -548,13 +571,10 @@ def _over_length(group: Incoming) -> GroupOutcome:
     return GroupOutcome(outcome="dropped", reason="over_length", unlisted=(about,))
 
 
-def _evaluation(rows: Sequence[GroupRow]) -> GroupOutcome:
-    """Return the events of the evaluation groups among these."""
-    return GroupOutcome(outcome="evaluation", groups=tuple(row.op for row in rows if row.is_evaluation))
-
-
 def _outcomes(group: Incoming, *, stale: bool = False) -> list[Outcome]:
     """Answer every ticket of a group. The first put it, the others repeated it."""
+    if len(group.tickets) == 1:
+        return [Outcome(group.tickets[0], stale=stale, over_length=group.over_length)]
     return [
         Outcome(ticket, duplicate=i > 0, stale=stale, over_length=NONE if i else group.over_length)
         for i, ticket in enumerate(group.tickets)

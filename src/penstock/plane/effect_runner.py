@@ -78,6 +78,8 @@ class EffectRunner:
 
     def carry_out(self, effects: list[Effect]) -> None:
         """Carry out effects in order. Effects that need the disk wait until there is room."""
+        if not effects:
+            return
         # Messages need no disk. They must not queue behind effects that wait for it, or heartbeats would stop too.
         if all(isinstance(effect, (Note, Send, Detach)) for effect in effects):
             for effect in effects:

@@ -24,15 +24,14 @@ from penstock.frames import (
     GroupMetadata,
     Limits,
     check_group,
-    frame_size,
-    front_size,
+    front_and_frame_size,
     is_late,
     join_metadata,
     metadata_for_evaluation,
     read_head,
     with_late,
 )
-from penstock.log import Awaited
+from penstock.log import MAX_SHOWN, Awaited, Summary
 from penstock.packing import plan
 from penstock.plane.settings import PlaneSettings
 from penstock.protocol import over_length_text
@@ -220,26 +219,31 @@ class Intake:
         """Fill in the metadata of a group that passed, and what follows from it."""
         group.metadata = metadata
         if not group.is_evaluation:
-            group.over_length, group.is_dropped = OverLength.of(metadata), self._is_dropped(metadata)
-            group.awaited = self._awaited(group, metadata)
+            if metadata.kept != metadata.lengths:
+                group.over_length = OverLength.of(metadata)
+            group.is_dropped = self._is_dropped(metadata)
+            if self._late or group.advantage:
+                group.awaited = self._awaited(group, metadata)
 
     def _metadata_of(self, group: Incoming) -> GroupMetadata:
         """Return the metadata, if it matches the frame's size and the plane's limits."""
-        metadata, size = GroupMetadata.from_bytes(group.raw_metadata), parse_location(group.location).size
-        name = f"group {group.id!r}"
+        metadata = GroupMetadata.from_bytes(group.raw_metadata)
         if metadata.late != NO_LATE:
-            raise CorruptFrame(f"{name}: metadata with late values; attach them after the put")
-        if metadata.group != group.id or not metadata.num_samples:
-            raise CorruptFrame(f"{name}: the metadata is of group {metadata.group!r}, {metadata.num_samples} samples")
-        # Check only the sizes here. The rank that reads with the front checks the rest against digests.
-        if not metadata.size == frame_size(metadata.front) == size or front_size(metadata.front) != len(metadata.front):
+            raise CorruptFrame(f"group {group.id!r}: metadata with late values; attach them after the put")
+        if metadata.group != group.id or not metadata.ids:
             raise CorruptFrame(
-                f"{name}: metadata of a frame of {metadata.size} bytes, front of {len(metadata.front)}, at a location "
-                f"of {size}; they must agree"
+                f"group {group.id!r}: the metadata is of group {metadata.group!r}, {metadata.num_samples} samples"
             )
-        if metadata.num_tokens > self.limits.max_tokens or metadata.num_samples > self.limits.max_samples:
+        # Check only the sizes here. The rank that reads with the front checks the rest against digests.
+        front, frame = front_and_frame_size(metadata.front)
+        if not metadata.size == frame == group.size or front != len(metadata.front):
+            raise CorruptFrame(
+                f"group {group.id!r}: metadata of a frame of {metadata.size} bytes, front of {len(metadata.front)}, at "
+                f"a location of {group.size}; they must agree"
+            )
+        if metadata.num_tokens > self.limits.max_tokens or len(metadata.ids) > self.limits.max_samples:
             raise InvalidInput(
-                f"{name}: {metadata.num_tokens:,} tokens in {metadata.num_samples:,} samples; at most "
+                f"group {group.id!r}: {metadata.num_tokens:,} tokens in {metadata.num_samples:,} samples; at most "
                 f"{self.limits.max_tokens:,} (max_group_tokens) in {self.limits.max_samples:,}"
             )
         return metadata
@@ -306,8 +310,10 @@ class Intake:
         packing = self._settings.packing
         if self._settings.over_length == "reject":
             check_lengths(metadata)
-        self._check_own(metadata)
-        self._check_required(metadata)
+        if metadata.own:
+            self._check_own(metadata)
+        if self._settings.needs:
+            self._check_required(metadata)
         if self._settings.untrained_groups == "reject" and not self._is_dropped(metadata):
             check_trained(metadata)
         most = self._settings.replay.max_staleness
@@ -372,6 +378,17 @@ class Intake:
         return Awaited(columns=found, advantage=group.advantage, filters=group.filters)
 
 
+def summary_of(metadata: GroupMetadata) -> Summary:
+    """Return what events show of a group."""
+    return Summary(
+        env=metadata.env[0],
+        tenant=metadata.run,
+        rewards=metadata.rewards[: 4 * MAX_SHOWN],
+        # int64 to uint32, little-endian: every second half.
+        lengths=memoryview(metadata.lengths[: 8 * MAX_SHOWN]).cast("I")[::2].tobytes(),
+    )
+
+
 def _lacking(metadata: GroupMetadata, name: str) -> list[int]:
     """Return the trained samples that lack a column; in a group that trains nothing, all samples that lack it."""
     trained = np.frombuffer(metadata.kept_loss_tokens, "<i8") > 0
@@ -416,14 +433,15 @@ def why_untrained(metadata: GroupMetadata) -> str:
 def check_lengths(metadata: GroupMetadata) -> None:
     """Reject a group with a sample longer than the `seq_len` of its metadata."""
     lengths = int64s(metadata.lengths)
+    if max(lengths, default=0) <= metadata.seq_len:
+        return
     longer = [i for i, length in enumerate(lengths) if length > metadata.seq_len]
-    if longer:
-        i = longer[0]
-        raise InvalidInput(
-            f"group {metadata.group!r}: sample {metadata.ids[i]!r} has {lengths[i]} tokens and seq_len is "
-            f"{metadata.seq_len} ({len(longer)} of {len(lengths)} samples are longer); generate fewer tokens, "
-            "raise seq_len, or open the plane with over_length='truncate' or 'drop'"
-        )
+    i = longer[0]
+    raise InvalidInput(
+        f"group {metadata.group!r}: sample {metadata.ids[i]!r} has {lengths[i]} tokens and seq_len is "
+        f"{metadata.seq_len} ({len(longer)} of {len(lengths)} samples are longer); generate fewer tokens, "
+        "raise seq_len, or open the plane with over_length='truncate' or 'drop'"
+    )
 
 
 def metadata_for(

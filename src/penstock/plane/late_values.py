@@ -21,9 +21,9 @@ from penstock.errors import Conflict, InvalidInput, PenstockError, UnknownKey
 from penstock.frames import ERROR_DIGEST, LATE_COLUMNS, NO_DIGEST, GroupMetadata, LateColumns, check_late
 from penstock.log import AdmitGroup, AttachColumn, Discard, Record, State
 from penstock.plane.acceptance import MAX_ID, Acceptance, put_key
+from penstock.plane.intake import summary_of
 from penstock.plane.late_admission import Verdict, admit, origins_of
 from penstock.plane.late_groups import WaitingGroup
-from penstock.plane.outcomes import summary_of
 from penstock.plane.recorder import Recorder, ends_plane, failure_text
 from penstock.plane.settings import PlaneSettings
 from penstock.protocol import MAX_REASON, MAX_SCORED, AttachValues
@@ -119,9 +119,9 @@ class LateDecisions:
 
     def flush(self) -> list[Attachment]:
         """Write the values of this turn. Results without error are durable."""
-        asked, self._asked = self._asked, {}
-        if not asked:
+        if not self._asked:
             return []
+        asked, self._asked = self._asked, {}
         turn, found = _Turn(), []
         for ticket, (message, made) in asked.items():
             found.append(self._look(ticket, message, made, turn))
@@ -293,6 +293,8 @@ class LateDecisions:
     def tick(self, now: float) -> None:
         """Settle groups that have waited too long. Costs nothing while none has."""
         waiting, limit = self._recorder.state.late.waiting, self._settings.needs_deadline_s
+        if not waiting and not self._arrived:
+            return
         if not self._seen_op:
             self._go_on(now)
         newest = next(reversed(waiting), 0)

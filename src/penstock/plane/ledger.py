@@ -1,4 +1,4 @@
-"""What the plane counts of groups: samples by state, kinds of held groups, and means of what was put and trained.
+"""What the plane counts of groups: samples by state, and kinds of held groups.
 
 The ledger: every accepted sample is in exactly one state, so the states sum to what was accepted. All of it follows
 from the log, so a restart goes on with the same figures.
@@ -6,18 +6,14 @@ from the log, so a restart goes on with the same figures.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
+from typing import Any, TypeAlias
 
 from penstock.frames import WITH, WITHOUT
-from penstock.log import MAX_SHOWN, GroupRow, Log, State
+from penstock.log import GroupRow, State
 from penstock.notebook import html_table
-from penstock.plane.manifest import GroupSummaries
 from penstock.protocol import OVER_LENGTH
 
 _FIELDS = {state: state.name.lower() for state in State}
@@ -136,16 +132,24 @@ class Ledger:
 # ----------------------------------------------------------------- kinds: what all groups of a step must have in common
 
 
-def odd_groups(kinds: Mapping[str, Counter[str]], held: Iterable[GroupRow]) -> dict[int, str]:
+Kinds: TypeAlias = tuple[tuple[str, str], ...]
+"""A group's kinds: (column, kind)."""
+
+
+def odd_groups(kinds: Mapping[Kinds, int], held: Iterable[GroupRow]) -> dict[int, str]:
     """Return the held groups that cannot be in a step with the majority, by op, with the reason.
 
     What a step needs from its groups is best declared (`needs`) and then checked when they are put. Where it is not,
     groups with and without a column are both accepted, and the minority is quarantined before a step is drawn: with 30
     groups with `logprobs` and 2 without, those 2 are odd. On a tie, the groups without the column are. `kinds` counts
-    held groups by column and kind."""
+    held groups by their kinds."""
+    found_of: dict[str, Counter[str]] = {}
+    for group, count in kinds.items():
+        for name, kind in group:
+            found_of.setdefault(name, Counter())[kind] += count
     chosen = {
         name: max(counts, key=lambda kind: (counts[kind], kind != WITHOUT, kind))
-        for name, counts in kinds.items()
+        for name, counts in found_of.items()
         if len(counts) > 1
     }
     if not chosen:
@@ -155,7 +159,7 @@ def odd_groups(kinds: Mapping[str, Counter[str]], held: Iterable[GroupRow]) -> d
         for name, kind in row.kinds:
             if kind != chosen.get(name, kind):
                 found[row.op] = (
-                    f"{name}: this group is {_kind_text(kind)}, {kinds[name][chosen[name]]} held groups are "
+                    f"{name}: this group is {_kind_text(kind)}, {found_of[name][chosen[name]]} held groups are "
                     f"{_kind_text(chosen[name])}; a step takes one kind. Put all groups alike, or declare `needs`"
                 )
     return found
@@ -163,62 +167,3 @@ def odd_groups(kinds: Mapping[str, Counter[str]], held: Iterable[GroupRow]) -> d
 
 def _kind_text(kind: str) -> str:
     return {WITH: "with it", WITHOUT: "without it"}.get(kind, f"of {kind}")
-
-
-def count_kinds(kinds: dict[str, Counter[str]], row: GroupRow, sign: int) -> None:
-    """Count the kinds of a held group. A negative sign removes it."""
-    for name, kind in row.kinds:
-        counts = kinds.setdefault(name, Counter())
-        counts[kind] += sign
-        if counts[kind] <= 0:
-            del counts[kind]
-
-
-# -------------------------------------------------------------------- bias: does training favour short or easy answers?
-
-
-class Bias:
-    """Mean length and reward of everything that was put, and of everything that steps train, since the run began.
-
-    What is dropped as stale or trained late differs between the two: a policy that favours short answers shows here."""
-
-    def __init__(self, sums: Mapping[str, tuple[float, float]] | None = None) -> None:
-        self.sums = dict(sums or {})
-        """Name of a mean -> sum and weight."""
-
-    def put(self, row: GroupRow, rewards: bytes) -> None:
-        """Count a group that was accepted for training. `rewards` are those of its samples, as metadata has them."""
-        if rewards:
-            # The log keeps the rewards of the first samples of a group. A restart must count the same.
-            given = np.frombuffer(rewards[: 4 * MAX_SHOWN], "<f4")
-            scored = given[np.isfinite(given)]
-            self._add("gen/reward_mean", float(scored.sum(dtype=np.float64)), len(scored))
-        self._add("gen/length_mean", float(row.tokens), row.samples)
-
-    def put_before(self, log: Log, rows: Iterable[GroupRow]) -> None:
-        """Count groups of the log that are no longer in the snapshot's figures."""
-        by_op = {row.op: row for row in rows}
-        summaries = log.summaries(list(by_op))
-        for op, row in by_op.items():
-            self.put(row, summaries[op].rewards if op in summaries else b"")
-
-    def planned(self, summaries: GroupSummaries, samples: Sequence[int]) -> None:
-        """Count the groups of a planned step, with the number of samples of each."""
-        for name in ("length", "reward"):
-            for value, count in zip(summaries.numbers(name), samples, strict=False):
-                if value is not None:
-                    self._add(f"train/{name}_mean", value * count, count)
-
-    def _add(self, name: str, total: float, weight: float) -> None:
-        if weight > 0 and math.isfinite(total):
-            before = self.sums.get(name, (0.0, 0.0))
-            self.sums[name] = (before[0] + total, before[1] + weight)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the means, and how far what is trained deviates: relative for lengths, absolute for rewards."""
-        found = {name: total / weight for name, (total, weight) in self.sums.items()}
-        if found.get("gen/length_mean") and "train/length_mean" in found:
-            found["train/length_bias"] = found["train/length_mean"] / found["gen/length_mean"] - 1
-        if "gen/reward_mean" in found and "train/reward_mean" in found:
-            found["train/reward_bias"] = found["train/reward_mean"] - found["gen/reward_mean"]
-        return {name: value for name, value in found.items() if math.isfinite(value)}

@@ -10,8 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -100,6 +99,8 @@ _ADMITTED = (
 """Messages of producers that admission answers."""
 _RETRY_S = 1.0
 """Pause after the disk was full, before effects and steps that need it are tried again."""
+_CLIENTS = 4096
+"""Clients whose names as writers, and whose keys, are remembered."""
 _LOOK_S = 1.0
 """Interval of the check whether another plane has taken over the run."""
 
@@ -138,10 +139,14 @@ class PlaneLoop:
         self._log, self._transports, self._on_turn = log, list(transports), on_turn
         self._run_id = bytes.fromhex(log.run_id)
         self._pack = Packer(self._run_id)
-        self.admission = admission_of(settings, log, self.engine, lambda: self.coordinator.pulse(self._now), may_write)
+        # What a client is does not change, and every put asks.
+        self._writer_of, trusts = lru_cache(maxsize=_CLIENTS)(writer_of), lru_cache(maxsize=_CLIENTS)(may_write)
+        self.admission = admission_of(settings, log, self.engine, lambda: self.coordinator.pulse(self._now), trusts)
         self.run_logger = RunLogger(self.engine.counts)
         self.run_logger.started(settings.run, log, self.engine)
         self._poller = poller_of(self._transports, self._workers)
+        looks = [transport.poll_s for transport in self._transports if transport.poll_s is not None]
+        self._pace_s = min([settings.timeouts.heartbeat_s / 4, 0.25, *looks])
         self._stopping = threading.Event()
         self._early: list[tuple[Peer, Buffer, Frames]] = []
         """Messages that arrived while the log did not answer. The next turn handles them."""
@@ -182,7 +187,7 @@ class PlaneLoop:
         """Serve until `stop`. An error beyond repair ends the plane; every rank is sent the reason."""
         try:
             while not self._stopping.is_set():
-                self._poller.poll(int(self._patience_s() * 1000))
+                self._wait()
                 started = time.monotonic()
                 self.turn(started)
                 self.engine.durations.add("turn", time.monotonic() - started, self._marks.longest)
@@ -236,28 +241,35 @@ class PlaneLoop:
         if isinstance(self._workers, Threads):
             self._workers.wake.call()  # the loop may wait for a message, for up to a quarter of a second
 
+    def _wait(self) -> None:
+        """Wait for a message or a result of a worker."""
+        ready = self._poller.poll(int(self._patience_s() * 1000))
+        for found, _ in ready:
+            if isinstance(self._workers, Threads) and found == self._workers.wake.descriptor:
+                self._workers.wake.clear()  # here, because a turn without results does not look at the workers
+
     def _patience_s(self) -> float:
         """Return how long to wait for a message: until timeouts or a transport without a descriptor must be checked.
         Messages that arrived while the log was slow are not announced again, so they are not waited for."""
         if self._early or self.tasks.is_opening:
             return 0.0
-        looks = [transport.poll_s for transport in self._transports if transport.poll_s is not None]
-        return min([self.settings.timeouts.heartbeat_s / 4, 0.25, *looks])
+        return self._pace_s
 
     def turn(self, now: float) -> None:
         """Run one turn of the loop."""
         self._now = now
         self._marks.begin()
         self._set_version()
-        for message in self._receive():
-            self._on_message(*message, now)
+        for peer, message, header, frames in self._receive():
+            self._on_message(peer, message, header, frames, now)
         self._marks.mark("messages")
         outcomes = self._pipeline.collect()
         for outcome in outcomes:
             self._answer(outcome)
         self._attach(now)
         self._unstage()
-        self._admit(self.admission.answer_traces(self._is_kept))
+        if traced := self.admission.answer_traces(self._is_kept):
+            self._admit([*traced])
         self._send_answers()
         self._check_owner(outcomes, now)
         self._marks.mark("accepted groups")
@@ -270,7 +282,8 @@ class PlaneLoop:
         self.tasks.answer_waiting(now)
         self._effects.carry_out(self.damage.turn())
         self._effects.carry_out(self.coordinator.on_tick(now))
-        self._admit(self.admission.offer_room(now))
+        if offered := self.admission.offer_room(now):
+            self._admit([*offered])
         for answer in self._readers.turn(now):
             self._effects.do(answer)
         self._send_answers()
@@ -282,16 +295,18 @@ class PlaneLoop:
         """Receive and decode all messages, and query the log once for all groups they name."""
         arrived, self._early = self._early, []
         for transport in self._transports:
-            arrived += [((transport, peer), header, frames) for peer, header, frames in transport.receive()]
+            for address, header, frames in transport.receive():
+                arrived.append(((transport, address), header, frames))
         found = []
         for peer, header, frames in arrived:
             try:
-                parts = unbundled(read_from_client(header), frames)
-                found += [(peer, message, header, payload) for message, payload in parts]
+                for message, payload in unbundled(read_from_client(header), frames):
+                    found.append((peer, message, header, payload))
             except CorruptFrame as error:  # same as a lost message: the sender asks again
                 self.run_logger.count("messages_corrupt", f"dropped a message: {error}")
-        named = [message.group for _, message, _, _ in found if isinstance(message, (Put, AskRoom))]
-        self.engine.acceptance.look_up(named)
+        if len(found) >= self._log.least_looked_up:
+            named = [message.group for _, message, _, _ in found if isinstance(message, (Put, AskRoom))]
+            self.engine.acceptance.look_up(named)
         return found
 
     def _stay_alive(self) -> None:
@@ -318,7 +333,7 @@ class PlaneLoop:
 
     def _set_version(self) -> None:
         """Set the policy version that every answer to ranks and producers carries."""
-        self.coordinator.policy_version = self.admission.policy_version = self.engine.policy_version
+        self.coordinator.policy_version = self.admission.policy_version = self.engine.recorder.state.policy_version
         self.coordinator.remark = self.run_logger.stale_remark(self.engine)
 
     def _on_message(self, peer: Peer, message: One, header: Buffer, frames: Frames, now: float) -> None:
@@ -332,7 +347,9 @@ class PlaneLoop:
             self.run_logger.count("messages_failed", text)
 
     def _act_on(self, peer: Peer, message: One, run_id: bytes, frames: Frames, now: float) -> None:
-        if isinstance(message, Attach):
+        if isinstance(message, Put) and run_id == self._run_id:  # first: most messages are puts
+            self._admit(self.admission.on_message(peer, message, frames))
+        elif isinstance(message, Attach):
             self._effects.do(self.admission.on_attach(peer, message))
         elif run_id != self._run_id:
             self.run_logger.count(
@@ -391,8 +408,10 @@ class PlaneLoop:
                 continue
             assert isinstance(one.ticket, tuple)  # as made by admission
             self._effects.do(self.admission.attached(one.ticket, one.error, one.new, one.known, one.late))
-        with suppress(DiskFull):  # the next turn tries again
+        try:
             self.engine.late.tick(now)
+        except DiskFull:
+            return  # the next turn tries again
 
     def _on_reader(self, peer: Peer, message: AskFeedback, now: float) -> None:
         try:
@@ -415,7 +434,7 @@ class PlaneLoop:
         rooms, ticket, put = self.admission.rooms, offer.ticket, offer.put
         claim = partial(rooms.claim, ticket)
         if put.location:
-            outcome = self._pipeline.put_stored(ticket, put, writer_of(ticket[0]), claim=claim)
+            outcome = self._pipeline.put_stored(ticket, put, self._writer_of(ticket[0]), claim=claim)
         else:
             digest = put.digest or xxhash.xxh3_128_digest(offer.frame)
             outcome = self._pipeline.put(
@@ -451,7 +470,7 @@ class PlaneLoop:
             over_length=outcome.over_length.as_tuple(),
             late=outcome.late,
         )
-        self._effects.do(answer)
+        self._send(answer.peer, answer.message)
 
     def _is_kept(self, ticket: object, group: str, digest: bytes) -> bool | None:
         """Return whether a group is accepted, or None if it is still being checked and its put will be answered."""
@@ -477,6 +496,8 @@ class PlaneLoop:
 
     def _send_answers(self) -> None:
         """Send the answers to puts, those to one client as one message."""
+        if not self._answers:
+            return
         answers, self._answers = self._answers, {}
         for peer, messages in answers.items():
             for message in answered(messages):

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.errors import InvalidInput
-from penstock.frames import GroupMetadata
-from penstock.log import MAX_EVENTS, MAX_SHOWN, GroupOutcome, GroupRow, Log, State, Summary, Unlisted
+from penstock.log import MAX_EVENTS, GroupOutcome, GroupRow, Log, State, Summary, Unlisted
 from penstock.plane.manifest import Manifest, read_manifest
 from penstock.protocol import MAX_PAGE, Discard, FeedbackEvent
 
@@ -40,10 +39,12 @@ class Outcomes:
         """Number of the last event in the log."""
         self.reported_step = 0
         """The last step whose groups were reported as trained."""
-        self._added: list[GroupOutcome] = []
+        self.added: list[GroupOutcome] = []
         """Events of the decision in the transaction under way."""
+        self.is_written = False
+        """Whether the transaction under way has events."""
         self._written = (0, 0)
-        """`last` and `reported_step` once the transaction under way is committed."""
+        """`last` and `reported_step` once it is committed."""
 
     def load(self, log: Log) -> None:
         """Continue where the log ends."""
@@ -51,28 +52,29 @@ class Outcomes:
 
     def add(self, outcome: GroupOutcome) -> None:
         """Append an event in the transaction under way."""
-        self._added.append(outcome)
+        self.added.append(outcome)
 
     def write(self, log: Log, state: PlaneState, changed: Mapping[tuple[State, str], Sequence[int]]) -> None:
         """Write the events that the log lacks. `changed` are the groups whose states are written beside them."""
         now = max(state.next_step - 1, 0)
         rows, last = [], self.last
-        for outcome in (*_of_steps(log, state, self.reported_step, now), *_of_ends(state, changed), *self._added):
+        for outcome in (*_of_steps(log, state, self.reported_step, now), *_of_ends(state, changed), *self.added):
             last += outcome.num_events
             rows.append((last, outcome))
         if rows:
             log.add_outcomes(rows)
         if now != self.reported_step:
             log.set_meta(_REPORTED, now)
-        self._written = (last, now)
+        self._written, self.is_written = (last, now), True
 
     def written(self) -> None:
         """Note that the transaction was committed."""
-        (self.last, self.reported_step), self._added = self._written, []
+        (self.last, self.reported_step), self.added = self._written, []
+        self.is_written = False
 
     def undo(self) -> None:
         """Note that the transaction failed."""
-        self._added = []
+        self.added, self.is_written = [], False
 
 
 def _of_steps(log: Log, state: PlaneState, reported: int, now: int) -> Iterator[GroupOutcome]:
@@ -105,16 +107,6 @@ def _rows(outcome: str, ops: Sequence[int], *, version: int, step: int = 0, reas
     for first in range(0, len(ops), MAX_EVENTS):
         some = tuple(ops[first : first + MAX_EVENTS])
         yield GroupOutcome(outcome=outcome, reason=reason, step=step, policy_version=version, groups=some)
-
-
-def summary_of(metadata: GroupMetadata) -> Summary:
-    """Return what events show of a group."""
-    return Summary(
-        env=metadata.env[0],
-        tenant=metadata.run,
-        rewards=metadata.rewards[: 4 * MAX_SHOWN],
-        lengths=np.frombuffer(metadata.lengths[: 8 * MAX_SHOWN], "<i8").astype("<u4").tobytes(),
-    )
 
 
 def discarded(message: Discard) -> Unlisted:

@@ -214,13 +214,14 @@ class Pipeline:
     @property
     def _has_tenants(self) -> bool:
         """Whether a group's tenant or environment decides if there is room for it."""
-        tables = self._recorder.tenant_tables
+        tables = self._recorder.state.tenant_tables
         return bool(tables.members or tables.evicted)
 
     def _looked_at(self, group: Incoming) -> None:
         """Handle a group that a client wrote to storage, once it is checked."""
         if group.error is None and not group.is_dropped:
-            self._segments.verified(group.location)
+            if group.read_back:
+                self._segments.verified(group.location)
             self._recorder.counts["groups_direct"] += 1
             self._acceptance.arrive(group)
             return
@@ -276,10 +277,12 @@ class Pipeline:
         durable."""
         finished = self._segments.take_finished()  # before `finish`, which reports every frame written to them
         self.begin()
-        self._workers.finish()
-        self.begin()
-        with suppress(DiskFull):  # record a planned step even if no rank waits for it any longer
-            self._record()
+        if self._workers.results:
+            self._workers.finish()
+            self.begin()
+        if self._to_record is not None:
+            with suppress(DiskFull):  # record a planned step even if no rank waits for it any longer
+                self._record()
         outcomes = self.refused() + self._acceptance.flush()
         self._segments.tidy(finished)
         return outcomes

@@ -219,6 +219,8 @@ class Segments:
         """Return segments that the plane's writer has finished, with their sizes.
 
         Seal them only after every frame written to them is accepted or rejected."""
+        if not self._finished:
+            return []
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def tidy(self, finished: Sequence[tuple[str, int]]) -> None:
@@ -226,8 +228,9 @@ class Segments:
         for name, end in finished:
             self.seal(name, end=end)
         self.tick()
-        with suppress(DiskFull):  # the writer has a spare one, and every turn tries again
-            self.stock_up()
+        if self._own.qsize() <= 1:
+            with suppress(DiskFull):  # the writer has a spare one, and every turn tries again
+                self.stock_up()
 
     def close(self) -> None:
         """Seal own segments that were never begun, as empty, so that the next epoch can free them at once."""
@@ -253,7 +256,7 @@ class Segments:
         """
         at = parse_location(location)
         one = self._open_for(at.segment, writer)
-        if _overlaps(one.rejected, at):
+        if one.rejected and _overlaps(one.rejected, at):
             raise Sealed(f"location {at}: was rejected before and is freed; write the frame again to a new segment")
         if not at.size or _overlaps(one.taken, at):
             raise InvalidInput(f"location {at}: overlaps a frame that was put before; locations are never reused")
@@ -394,7 +397,8 @@ class Segments:
             self._all.pop(name, None)
         self._frees += [*self._to_free, *freed]
         self._to_free, self._to_seal, self._deleted = [], {}, []
-        self._look_for_empty()
+        if self._maybe_empty:
+            self._look_for_empty()
 
     # -------------------------------------------------------------- deleting
 
@@ -453,6 +457,8 @@ def _overlaps(extents: Sequence[tuple[int, int]], at: Location) -> bool:
 
     Extents (0, 10) and (20, 30), location (8, 12): bisect gives k = 1. The extent before it ends at 10 > 8, so they
     overlap. Location (10, 20) touches both and overlaps neither."""
+    if not extents or extents[-1][1] <= at.offset:  # the usual case: a writer appends
+        return False
     k = bisect_left(extents, (at.offset, at.end))
     return bool(k and extents[k - 1][1] > at.offset) or bool(k < len(extents) and extents[k][0] < at.end)
 

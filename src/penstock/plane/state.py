@@ -61,7 +61,7 @@ from penstock.log import (
 from penstock.plane.evaluations import Evaluations
 from penstock.plane.late_groups import COLUMN, LateGroups, WaitingGroup
 from penstock.plane.lease_book import RETURNED, Lease, LeaseBook
-from penstock.plane.ledger import Bias, Ledger, count_kinds
+from penstock.plane.ledger import Kinds, Ledger
 from penstock.plane.manifest import Manifest, read_manifest
 from penstock.plane.outcomes import ENDS, Outcomes
 from penstock.plane.priorities import Reports
@@ -69,6 +69,7 @@ from penstock.plane.segments import Freeing
 from penstock.plane.settings import Replay, Target, Unit
 from penstock.plane.snapshot import Saved
 from penstock.plane.task_book import PROMPT, TaskBook
+from penstock.plane.telemetry import Bias
 from penstock.plane.tenant_tables import TenantTables
 from penstock.protocol import OVER_LENGTH
 from penstock.replay import Key
@@ -99,8 +100,8 @@ class PlaneState:
         """Tokens of held groups."""
         self.op = 0
         """The number of the last decision."""
-        self.kinds: dict[str, Counter[str]] = {}
-        """Column -> kind -> number of held groups. Groups of different kinds cannot be in one step."""
+        self.kinds: Counter[Kinds] = Counter()
+        """Number of held groups by their kinds. Groups of different kinds cannot be in one step."""
         self.evaluations = Evaluations()
         self.reports = Reports()
         self.leases = LeaseBook()
@@ -176,9 +177,9 @@ class PlaneState:
         self.bytes_of[row.run] += row.size
         if awaited is not None:
             return self._wait(row, awaited)
-        self.ledger.add(State.HELD, "", row.samples)
+        self.ledger.held += row.samples
         self.held_tokens += row.tokens
-        count_kinds(self.kinds, row, 1)
+        self.kinds[row.kinds] += 1
         kept = self._insert(row)
         self._settle()
         return kept
@@ -447,7 +448,7 @@ class PlaneState:
         self.usable_groups, self.bias = saved.usable_groups, Bias(saved.bias)
         self.late.restore(saved.waiting, self.rows)
         for key in self.tenant_tables:
-            count_kinds(self.kinds, self.row_of(key), 1)
+            self.kinds[self.row_of(key).kinds] += 1
         recorded: dict[int, State] = {}
         for step, _, data, state in log.steps(first=min(saved.steps, default=saved.last_step + 1)):
             if step in saved.steps:
@@ -461,14 +462,16 @@ class PlaneState:
         """Update states of groups and steps in the log, inside a transaction. Call `written` after its commit.
 
         States follow from decisions, so they may wait for any later transaction: a rebuild derives them again."""
-        held_back = set(self._drawn)
         changed: dict[tuple[State, str], list[int]] = {}
-        for op, to in self._unwritten.items():
-            if op not in held_back:
-                changed.setdefault(to, []).append(op)
-        for (state, reason), ops in changed.items():
-            log.set_groups(ops, state, reason)
-        self.outcomes.write(log, self, changed)
+        if self._unwritten:
+            held_back = set(self._drawn)
+            for op, to in self._unwritten.items():
+                if op not in held_back:
+                    changed.setdefault(to, []).append(op)
+            for (state, reason), ops in changed.items():
+                log.set_groups(ops, state, reason)
+        if changed or self.outcomes.added or self.outcomes.reported_step != max(self.next_step - 1, 0):
+            self.outcomes.write(log, self, changed)
         for step, state in self._unwritten_steps.items():
             log.set_steps(step, step, state)
         if self.freeing.ops:
@@ -492,17 +495,20 @@ class PlaneState:
 
     def written(self) -> None:
         """Note that the transaction was committed."""
-        held_back = set(self._drawn)
-        self._unwritten = {op: change for op, change in self._unwritten.items() if op in held_back}
+        if self._unwritten:
+            held_back = set(self._drawn)
+            self._unwritten = {op: change for op, change in self._unwritten.items() if op in held_back}
         self._unwritten_steps, self._to_slim = {}, []
         self.slim.clear()
-        self.outcomes.written()
+        if self.outcomes.is_written:
+            self.outcomes.written()
         self._has_ended = False
 
     def _settle(self) -> None:
         """Settle groups that left their table: with the last step that used them, or as dropped. Queued groups move
         up."""
-        self._left += [(str(key), "stale") for key in self.tenant_tables.let_in()]
+        if self.tenant_tables.overflow:
+            self._left += [(str(key), "stale") for key in self.tenant_tables.let_in()]
         if not self._left:
             return
         left, self._left = self._left, []
@@ -526,7 +532,9 @@ class PlaneState:
         for state, sign in ((old, -1), (new, 1)):
             if state is State.HELD:
                 self.held_tokens += sign * row.tokens
-                count_kinds(self.kinds, row, sign)
+                self.kinds[row.kinds] += sign
+                if self.kinds[row.kinds] <= 0:
+                    del self.kinds[row.kinds]
         self.ledger.add(old, row.reason if old is State.DROPPED else "", -row.samples)
         self.ledger.add(new, reason, row.samples)
         self.usable_groups += (new not in _UNUSABLE) - (old not in _UNUSABLE)

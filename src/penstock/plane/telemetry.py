@@ -8,23 +8,23 @@ Everything here is bounded, because clients choose names and cause events.
 from __future__ import annotations
 
 import logging
-import math
 import socket
 import threading
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from itertools import pairwise
+from math import fsum, isfinite
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from penstock.errors import Overloaded, PenstockError
 from penstock.frames import GroupMetadata
-from penstock.log import Log
+from penstock.log import MAX_SHOWN, GroupRow, Log
 from penstock.plane.intake import NONE, OverLength, int64s
+from penstock.plane.manifest import GroupSummaries
 from penstock.protocol import MAX_REASON, Admission, Coordinator
 
 if TYPE_CHECKING:
@@ -99,10 +99,6 @@ class Histogram:
     counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
     total_s: float = 0.0
 
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(BOUNDS, seconds)] += 1
-        self.total_s += seconds
-
     def as_dict(self) -> dict[str, Any]:
         return {"counts": list(self.counts), "total_s": self.total_s}
 
@@ -144,7 +140,9 @@ class Durations:
     def add(self, work: str, seconds: float, doing: str | Callable[[], str] = "") -> None:
         """Count a piece of work. `doing` describes it if it is slow."""
         with self._lock:
-            self._histograms[work].add(seconds)
+            found = self._histograms[work]
+            found.counts[bisect_left(BOUNDS, seconds)] += 1
+            found.total_s += seconds
             if seconds < self._slow_s:
                 return
             self._slow[work] += 1
@@ -172,6 +170,13 @@ _KEPT_STEPS = 64
 """Steps whose metrics are kept: more than are ever planned and not delivered."""
 
 
+@lru_cache(maxsize=4)
+def scored(rewards: bytes) -> tuple[float, int]:
+    """Return the sum and the number of a group's finite rewards. Cached: a put asks twice."""
+    found = [one for one in memoryview(rewards).cast("f") if isfinite(one)]
+    return fsum(found), len(found)
+
+
 class Generated:
     """Means of reward, length and truncation over groups accepted since the last planned step.
 
@@ -186,25 +191,21 @@ class Generated:
 
     def add(self, metadata: GroupMetadata) -> None:
         """Count a group that was accepted for training."""
-        count = metadata.num_samples
-        if metadata.rewards:
-            rewards = np.frombuffer(metadata.rewards, "<f4")
-            scored = rewards[np.isfinite(rewards)]
-            reward = float(scored.sum(dtype=np.float64))
-            self._note("reward", reward, len(scored))
+        count = len(metadata.ids)
         # Python's own sums: for sixteen samples numpy's take ten times as long.
-        length = float(sum(int64s(metadata.lengths)))
-        self._note("length", length, count)
-        self._note("completion_length", float(sum(int64s(metadata.loss_tokens))), count)
-        self._note("truncated", float(len(metadata.truncated) - metadata.truncated.count(0)), count)
+        found = [("reward", *scored(metadata.rewards))] if metadata.rewards else []
+        found += [
+            ("length", float(sum(int64s(metadata.lengths))), count),
+            ("completion_length", float(sum(int64s(metadata.loss_tokens))), count),
+            ("truncated", float(len(metadata.truncated) - metadata.truncated.count(0)), count),
+        ]
         if metadata.seconds:
             seconds = [one for one in metadata.seconds if one >= 0]
-            self._note("seconds", sum(seconds), len(seconds))
-
-    def _note(self, name: str, total: float, count: int) -> None:
-        if count:
-            self._open[name] += count
-            self._sums[name] = self._sums.get(name, 0.0) + total
+            found.append(("seconds", sum(seconds), len(seconds)))
+        for name, total, number in found:
+            if number:
+                self._open[name] += number
+                self._sums[name] = self._sums.get(name, 0.0) + total
 
     def close(self, step: int, buffer: Mapping[str, float], bias: dict[str, float]) -> None:
         """Close the interval of a planned step, with the metrics of the tables and of the bias at that moment."""
@@ -228,7 +229,52 @@ class Generated:
             return {"gen/samples": 0}
         means = {f"gen/{name}": self._sums[name] / count for name, count in self._open.items()}
         # Two producers may report 1e308 seconds each, and the sum is infinite: leave that out.
-        return {"gen/samples": self._open["length"]} | {n: mean for n, mean in means.items() if math.isfinite(mean)}
+        return {"gen/samples": self._open["length"]} | {n: mean for n, mean in means.items() if isfinite(mean)}
+
+
+class Bias:
+    """Mean length and reward of everything that was put, and of everything that steps train, since the run began.
+
+    What is dropped as stale or trained late differs between the two: a policy that favours short answers shows here."""
+
+    def __init__(self, sums: Mapping[str, tuple[float, float]] | None = None) -> None:
+        self.sums = dict(sums or {})
+        """Name of a mean -> sum and weight."""
+
+    def put(self, row: GroupRow, rewards: bytes) -> None:
+        """Count a group that was accepted for training. `rewards` are those of its samples, as metadata has them."""
+        if rewards:
+            # The log keeps the rewards of the first samples of a group. A restart must count the same.
+            self._add("gen/reward_mean", *scored(rewards[: 4 * MAX_SHOWN]))
+        self._add("gen/length_mean", float(row.tokens), row.samples)
+
+    def put_before(self, log: Log, rows: Iterable[GroupRow]) -> None:
+        """Count groups of the log that are no longer in the snapshot's figures."""
+        by_op = {row.op: row for row in rows}
+        summaries = log.summaries(list(by_op))
+        for op, row in by_op.items():
+            self.put(row, summaries[op].rewards if op in summaries else b"")
+
+    def planned(self, summaries: GroupSummaries, samples: Sequence[int]) -> None:
+        """Count the groups of a planned step, with the number of samples of each."""
+        for name in ("length", "reward"):
+            for value, count in zip(summaries.numbers(name), samples, strict=False):
+                if value is not None:
+                    self._add(f"train/{name}_mean", value * count, count)
+
+    def _add(self, name: str, total: float, weight: float) -> None:
+        if weight > 0 and isfinite(total):
+            before = self.sums.get(name, (0.0, 0.0))
+            self.sums[name] = (before[0] + total, before[1] + weight)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the means, and how far what is trained deviates: relative for lengths, absolute for rewards."""
+        found = {name: total / weight for name, (total, weight) in self.sums.items()}
+        if found.get("gen/length_mean") and "train/length_mean" in found:
+            found["train/length_bias"] = found["train/length_mean"] / found["gen/length_mean"] - 1
+        if "gen/reward_mean" in found and "train/reward_mean" in found:
+            found["train/reward_bias"] = found["train/reward_mean"] - found["gen/reward_mean"]
+        return {name: value for name, value in found.items() if isfinite(value)}
 
 
 MAX_METRICS = 1000
@@ -277,7 +323,7 @@ class RunLogger:
     def put(self, error: PenstockError | None, *, stale: bool, over_length: OverLength = NONE) -> None:
         """Log the result of a put."""
         if error is None:
-            if over_length:
+            if over_length is not NONE and over_length:
                 self._say_shortened(over_length)
             self.stale_in_a_row = self.stale_in_a_row + 1 if stale else 0
             if stale:

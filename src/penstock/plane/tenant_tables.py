@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from penstock.errors import Evicted, InvalidInput, PenstockError, UnknownKey, WaitTimeout
@@ -94,6 +93,11 @@ class TenantTables:
         for waiting in self.overflow.pop(tenant, []):
             self._on_evict(waiting.key, "cleared")
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether a group's tenant or environment decides what becomes of it. Otherwise table "" takes every group."""
+        return bool(self.members or self.evicted or self.env_unit is not None)
+
     def key_of(self, run: str, env: str) -> str:
         """Return what decides in which table a group waits: its environment, or its tenant."""
         return run if self.env_unit is None else env
@@ -154,13 +158,18 @@ class TenantTables:
 
     def insert(self, row: GroupRow, policy_version: int, dispatch: int) -> bool:
         """Insert a group, or queue it if its table has no room. Returns False if it is too stale to be sampled."""
-        priority = self.given.pop(row.id, 1.0)
+        priority = self.given.pop(row.id, 1.0) if self.given else 1.0
         waiting = Waiting(row.id, row.op, row.size, row.tokens, policy_version, priority, dispatch)
         table = self.table(row.run)
-        if row.run not in self.overflow and table.may_insert():
-            with suppress(WaitTimeout):
-                return _insert(table, waiting)
-        self.overflow.setdefault(row.run, []).append(waiting)
+        if row.run in self.overflow or not table.may_insert():
+            return self._queue(row.run, waiting)
+        try:
+            return _insert(table, waiting)
+        except WaitTimeout:  # its bytes or tokens do not fit
+            return self._queue(row.run, waiting)
+
+    def _queue(self, table_name: str, waiting: Waiting) -> bool:
+        self.overflow.setdefault(table_name, []).append(waiting)
         return True
 
     def let_in(self) -> list[Key]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeAlias
 
@@ -21,6 +21,9 @@ Then: TypeAlias = Callable[[Any], None]
 
 class Workers(Protocol):
     """Runs jobs. Planes use `Threads`, simulations `Inline`."""
+
+    results: Sized
+    """Empty while `finish` would do nothing."""
 
     def submit(self, queue: str, job: Job, then: Then) -> None:
         """Run a job, and call `then` with its result in a later `finish`."""
@@ -40,6 +43,7 @@ class Inline:
 
     def __init__(self) -> None:
         self._done: deque[tuple[Then, Any]] = deque()
+        self.results: Sized = self._done
 
     def submit(self, queue: str, job: Job, then: Then) -> None:  # noqa: ARG002 - the queues are for threads
         self._done.append((then, _result(job)))
@@ -67,6 +71,7 @@ class Threads:
         self._queues: dict[str, SimpleQueue[tuple[Job, Then] | None]] = {}
         self._threads: list[threading.Thread] = []
         self._done: deque[tuple[Then, Any]] = deque()
+        self.results: Sized = self._done
         self._closed = False
 
     def submit(self, queue: str, job: Job, then: Then) -> None:
@@ -84,11 +89,10 @@ class Threads:
 
     def finish(self) -> bool:
         self.wake.clear()
-        found = False
+        found = bool(self._done)
         while self._done:
             then, result = self._done.popleft()
             then(result)
-            found = True
         return found
 
     def close(self) -> None:

@@ -307,6 +307,8 @@ class Admission:
 
     def answer_traces(self, is_kept: Callable[[Ticket, str, bytes], bool | None]) -> list[Send]:
         """Answer this turn's traces. `is_kept` returns None for a group whose put will still be answered by itself."""
+        if not self._traces:
+            return []
         traces, self._traces = self._traces, []
         sends = []
         for peer, trace in traces:
@@ -324,6 +326,8 @@ class Admission:
     def offer_room(self, now: float) -> list[Send]:
         """Tell waiting producers to send, in order, while there is room. Tell the others why they wait."""
         granted, refused = self.rooms.offer(self._tables, now)
+        if not granted and not refused:
+            return []
         return [*map(self._room, granted), *(self._waits(ticket, why) for ticket, why in refused)]
 
     def _room(self, ticket: Ticket) -> Send:

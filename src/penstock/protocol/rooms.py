@@ -151,7 +151,7 @@ class Rooms:
     def claim(self, ticket: Ticket, table: str) -> Amount | None:
         """Handle a put that arrived. Returns the room reserved for others, or None if others wait before it."""
         self.hear(*ticket)
-        reserved, place = self.reserved(table), self._places.get(ticket)
+        reserved, place = self._reserved.get(table, NOTHING), self._places.get(ticket)
         if place is not None and place.is_reserved and place.table == table:
             # Its own reservation must not count against it. Example: 3 groups reserved in all, one of them for this
             # put: 2 are reserved for others.
@@ -172,7 +172,8 @@ class Rooms:
 
     def close(self, ticket: Ticket) -> None:
         """End a ticket: its put was accepted, rejected or given up."""
-        self._leave(ticket)
+        if ticket in self._places:
+            self._leave(ticket)
         self._asked.pop(ticket, None)
         self._closed[ticket] = None
         if len(self._closed) > _REMEMBERED:
@@ -192,6 +193,8 @@ class Rooms:
         self._advance(now)
         self._spare = None
         granted: list[Ticket] = []
+        if not self._queues and not self._asked:
+            return granted, []
         why = {table: self._offer(table, space, granted) for table in list(self._queues)}
         refused = []
         for ticket, waits in self._asked.items():
@@ -234,7 +237,8 @@ class Rooms:
         # Looked up once per turn, because every answer and pulse carries credit.
         if self._spare is None:
             self._spare = space.spare(self.reserved(""))
-        groups, size = (free // (4 * max(len(self._live), 1)) for free in self._spare)
+        clients = 4 * max(len(self._live), 1)
+        groups, size = self._spare.groups // clients, self._spare.bytes // clients
         return Amount(min(groups, MOST_CREDIT[0]), min(size, MOST_CREDIT[1])) if groups and size else NOTHING
 
     def _advance(self, now: float) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.replay.batch import BYTES, TIMES, TOKENS, VERSION, Batch, Key
+from penstock.replay.limiters import passes_inserts
 from penstock.replay.selector import Draw, Index
 from penstock.replay.table_metrics import Counters, Reason
 from penstock.replay.table_settings import Settings
@@ -148,6 +149,7 @@ class Store:
         remover = settings.remover
         self.removing: Index | None = None if remover is None else remover.build(settings.capacity, "remove")
         self._limiter = settings.limiter
+        self._passes_inserts = passes_inserts(settings.limiter)
         self._capacity = settings.capacity
         self._max_bytes = _unlimited(settings.capacity_bytes)
         self._max_tokens = _unlimited(settings.capacity_tokens)
@@ -157,9 +159,20 @@ class Store:
     def may_insert(self, key: Key, num_bytes: int, num_tokens: int) -> bool:
         slots, counters = self.slots, self.counters
         held = len(slots.slot_of) - (key in slots.slot_of)
-        if not self._limiter.may_insert(counters.inserted, counters.sampled, held):
+        if not self._passes_inserts and not self._limiter.may_insert(counters.inserted, counters.sampled, held):
             return False
         return self.removing is not None or self._fits(key, num_bytes, num_tokens)
+
+    def has_room(self, ahead: int) -> bool:
+        """Return whether the limiter and the number of items allow an insert after `ahead` others."""
+        held = len(self.slots.slot_of) + ahead
+        if self.removing is not None:
+            held = min(held, self._capacity)
+        elif held >= self._capacity:
+            return False
+        if self._passes_inserts:
+            return True
+        return self._limiter.may_insert(self.counters.inserted + ahead, self.counters.sampled, held)
 
     def is_stuck(self, key: Key) -> bool:
         """Return whether neither side could ever proceed: full by bytes or tokens, with too few items to sample."""

@@ -248,6 +248,11 @@ class Paced(_Rule):
         return max(0, int(min(usable, MAX_ROOM)) - accepted - running)
 
 
+def passes_inserts(limiter: Limiter) -> bool:
+    """Return whether a limiter lets every insert pass, so that it need not be asked."""
+    return getattr(type(limiter), "may_insert", None) is _Rule.may_insert
+
+
 def _check_min_size(limiter: MinSize | SamplesPerInsert, capacity: int) -> None:
     if not 1 <= limiter.min_size <= capacity:
         raise ConfigError(

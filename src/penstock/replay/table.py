@@ -78,6 +78,9 @@ class Table:
     def _set_up(self, store: Store) -> None:
         self._store = store
         self._slots = store.slots
+        limits = (store.settings.capacity_bytes, store.settings.capacity_tokens)
+        self._most = tuple(_MOST if limit is None else min(limit, _MOST) for limit in limits)
+        """The largest size of an item, in bytes and tokens."""
         self._closed = False
         self._lock = threading.Lock()
         self._inserters = WaitQueue(self._lock)
@@ -109,9 +112,14 @@ class Table:
         """
         if not _is_priority(priority):
             _refuse_priority(f"insert({key!r}): priority", priority)
-        if timeout is not None:
+        if timeout is not None and (type(timeout) is not int or timeout):  # 0 is what planes pass
             timeout = seconds_of(timeout)
-        if num_bytes or num_tokens:
+        most_bytes, most_tokens = self._most
+        if not (
+            type(num_bytes) is int is type(num_tokens)
+            and 0 <= num_bytes <= most_bytes
+            and 0 <= num_tokens <= most_tokens
+        ):
             self._check_size(key, num_bytes, num_tokens)
         if type(policy_version) is not int or not -_MOST <= policy_version <= _MOST:
             policy_version = _whole(f"insert({key!r}): policy_version", policy_version, -_MOST, _MOST)
@@ -162,12 +170,8 @@ class Table:
         return (most is None or most >= len(self)) and self.may_sample(len(self))
 
     def _check_size(self, key: Key, num_bytes: int, num_tokens: int) -> None:
-        settings = self._store.settings
-        for name, size, limit in (
-            ("num_bytes", num_bytes, settings.capacity_bytes),
-            ("num_tokens", num_tokens, settings.capacity_tokens),
-        ):
-            _whole(f"insert({key!r}): {name}", size, 0, _MOST if limit is None else min(limit, _MOST))
+        for name, size, most in zip(("num_bytes", "num_tokens"), (num_bytes, num_tokens), self._most, strict=True):
+            _whole(f"insert({key!r}): {name}", size, 0, most)
 
     def _check_count(self, n: int, *, replace: bool) -> None:
         settings = self._store.settings
@@ -316,13 +320,7 @@ class Table:
         Checks the limiter and the number of items, not bytes and tokens.
         """
         with self._lock:
-            store, settings = self._store, self._store.settings
-            held = len(self._slots) + ahead
-            if store.removing is not None:
-                held = min(held, settings.capacity)
-            elif held >= settings.capacity:
-                return False
-            return settings.limiter.may_insert(store.counters.inserted + ahead, store.counters.sampled, held)
+            return self._store.has_room(ahead)
 
     def may_sample(self, n: int) -> bool:
         """Return whether a sample of `n` distinct items would pass without waiting."""

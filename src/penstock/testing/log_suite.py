@@ -176,6 +176,14 @@ class LogSuite:
             log.add_discard("k")
         assert (log.digest_of("g1"), log.is_evaluation("g1"), log.is_discarded("k")) == (bytes(16), True, True)
         assert log.states_of(["g2", "g1", "g\0"]) == {"g1": (1, State.EVALUATION, "")}
+        many = ["g\0", *(f"g{op}" for op in range(100))]
+        log.look_up(many, [])
+        assert [name for name in many if log.digest_of(name) is not None] == ["g1"]
+        with log.transaction():
+            log.add_groups([(row(40), b"x"), (row(41, id="g\0"), b"x")])
+        assert [name for name in many if log.digest_of(name) is not None] == ["g\0", "g1", "g40"]
+        log.look_up(many, [])
+        assert [name for name in many if log.digest_of(name) is not None] == ["g\0", "g1", "g40"]
         log.close()
 
     def test_states_uses_and_frames_change(self, tmp_path: Path) -> None:

@@ -70,14 +70,13 @@ class Inbound:
         self._thread = threading.Thread(target=self._run, name="penstock-inbound", daemon=True)
         self._thread.start()
 
-    def took(self, parts: Sequence[zmq.Frame]) -> None:
-        """Count the bytes of a received message."""
+    def took(self, parts: Sequence[zmq.Frame], size: int) -> None:
+        """Count the bytes of a received message. `size` is that of its parts together."""
         try:
             descriptor = int(parts[-1].get(zmq.SRCFD))
         except zmq.ZMQError:
             return
-        size = sum(len(part) + _PER_PART for part in parts)
-        self._taken[descriptor] = self._taken.get(descriptor, 0) + size
+        self._taken[descriptor] = self._taken.get(descriptor, 0) + size + _PER_PART * len(parts)
 
     def close(self) -> None:
         self._end.disable_monitor()  # sends EVENT_MONITOR_STOPPED, which ends the thread

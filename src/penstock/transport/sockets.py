@@ -36,6 +36,8 @@ MAX_PORT = 65535
 _NO_COPY_FROM = 1 << 16
 """Below this, copying is cheaper than keeping track of the buffer."""
 _URL = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/]+):(?P<port>\d+|\*)|ipc://(?P<path>.+)")
+_NOW, _MORE, _READABLE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.POLLIN)
+"""As plain numbers, because combining flags makes an object each time."""
 _QUEUE = 256
 _PAYLOAD_MS = 1 << 30
 """How long a payload may take before ZeroMQ drops the connection. Effectively never: the protocol's deadlines apply."""
@@ -132,14 +134,14 @@ class SocketPlane:
     def receive(self) -> list[tuple[Peer, Buffer, Frames]]:
         got: list[tuple[Peer, Buffer, Frames]] = []
         room = self._max_message  # per turn; the rest waits in ZeroMQ, where `Inbound` counts it
-        while len(got) < _QUEUE and room > 0:
+        while len(got) < _QUEUE and room > 0 and int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
             try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                parts, size = receive_parts(self._socket)
             except zmq.Again:
                 break
-            room -= sum(len(part) for part in parts)
+            room -= size
             if self._inbound is not None:
-                self._inbound.took(parts)
+                self._inbound.took(parts, size)
             if 2 <= len(parts) <= MAX_FRAMES:
                 # Both connections of a client appear as one peer: drop the first byte, which tells them apart.
                 kind = _WRITER if self._guard and _user_of(parts[1]) == WRITER else SMALL
@@ -233,7 +235,7 @@ class SocketClient:
         for end in (self._small, self._large):  # small ones first: a heartbeat must not wait behind a payload
             if end in ready:
                 self._ended = 0
-                parts = end.recv_multipart(zmq.NOBLOCK, copy=False)
+                parts, _ = receive_parts(end)
                 return parts[0].buffer, [part.buffer for part in parts[1:]]
         if self._monitor in ready:
             self._check_refusal(*struct.unpack("=HI", self._monitor.recv_multipart()[0]))
@@ -341,13 +343,26 @@ def configure(end: zmq.Socket[bytes], *, payloads: bool, max_message: int = MAX_
     end.setsockopt(zmq.IPV6, 1)
 
 
+# Part by part, in both directions: `send_multipart` and `recv_multipart` check every part again, which triples what a
+# message of a few small parts takes.
+
+
+def receive_parts(end: zmq.Socket[bytes]) -> tuple[list[zmq.Frame], int]:
+    """Receive a message that has arrived. Returns its parts and their bytes."""
+    part = end.recv(_NOW, copy=False)
+    parts, size = [part], len(part)
+    while part.more:
+        part = end.recv(_NOW, copy=False)
+        parts.append(part)
+        size += len(part)
+    return parts, size
+
+
 def send_parts(end: zmq.Socket[bytes], head: Sequence[bytes], frames: Frames) -> None:
-    if not frames:
-        end.send_multipart(head, zmq.NOBLOCK)
-        return
-    # Part by part, because `copy` is a choice per part: small ones are cheaper to copy than to track.
-    for part in head:
-        end.send(part, zmq.NOBLOCK | zmq.SNDMORE)
+    last = len(head) - 1
+    for i, part in enumerate(head):
+        end.send(part, _MORE if i < last or frames else _NOW)
     for i, frame in enumerate(frames):
-        more = zmq.SNDMORE if i + 1 < len(frames) else 0
-        end.send(frame, zmq.NOBLOCK | more, copy=len(frame) < _NO_COPY_FROM)
+        more = i + 1 < len(frames)
+        # `copy` is a choice per part: small ones are cheaper to copy than to track.
+        end.send(frame, _MORE if more else _NOW, copy=len(frame) < _NO_COPY_FROM)
