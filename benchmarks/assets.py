@@ -29,10 +29,10 @@ from benchmarks import ROOT
 from benchmarks.report import Row
 from penstock.arrays import ImageSpan, Sample
 from penstock.assets import QWEN3_VL, AssetStore, offload_messages, span
-from penstock.assets.decode import decode_rgb
+from penstock.assets.image_files import decode_rgb
 from penstock.demo.processes import worker_environment
 from penstock.frames import encode
-from penstock.testing.reference import as_data_uri, draw_screenshot
+from penstock.testing import as_data_uri, draw_screenshot
 from penstock.train.materialize import Materializer
 
 ROLLOUTS, SCREENSHOTS = 8, 15

@@ -21,8 +21,8 @@ import penstock as ps
 from penstock.arrays import ImageSpan, teacher_topk
 from penstock.frames.codings import Profile
 from penstock.frames.layout import VERSION
-from penstock.testing.reference import record
 from penstock.testing.strategies import OWN_COLUMNS, values_of
+from tests.support.reference import record
 
 FOLDER = Path(__file__).parent.parent / "tests" / "golden" / f"v{VERSION}"
 DIGESTS = "digests.json"

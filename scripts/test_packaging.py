@@ -39,7 +39,7 @@ NEEDS_EXTRAS = tuple(
 )
 SMOKE = {
     "torch": "import penstock.train.loss, penstock.train.rank_steps, penstock as ps; ps.to_torch",
-    "images": "import penstock.assets.decode, penstock.assets.object_store",
+    "images": "import penstock.assets.image_files, penstock.assets.object_store",
     "view": "import penstock.view.web, penstock.view.jsonl",
     "parquet": "import penstock.view.parquet",
     "top": "import penstock.commands.top",

@@ -60,8 +60,7 @@ def test_the_search_finds_what_it_looks_for(tmp_path: Path) -> None:
 LISTENING = {
     "transport/sockets.py": "the plane's port, with keys beyond loopback",
     "server/http_server.py": "every page and the HTTP API, with limits, deadlines and tokens",
-    "demo/launch.py": "looks for a free port",
-    "demo/preflight.py": "looks whether an address is free",
+    "demo/launch.py": "looks for a free port, and whether an address is free",
     "commands/doctor.py": "looks whether loopback works",
     "testing/trl_cpu.py": "a stand-in for vLLM, on loopback",
 }

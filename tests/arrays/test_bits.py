@@ -17,7 +17,7 @@ from penstock.arrays.bits import (
     unpack_uints,
     width_of,
 )
-from penstock.testing import reference
+from tests.support import reference
 
 
 @pytest.mark.parametrize("width", WIDTHS)

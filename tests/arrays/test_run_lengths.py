@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays.run_lengths import MaskRuns, bit_view, decode_runs, encode_runs, has_few_runs, run_starts
 from penstock.arrays.samples import trained_tokens
-from penstock.testing import reference
+from tests.support import reference
 
 FLOAT_BITS = st.sampled_from([0, 0x80000000, 0x7FC00000, 0x7FC00001, 0x7F800001, 0x3F800000])
 masks = hnp.arrays(np.bool_, st.integers(0, 200)) | st.lists(

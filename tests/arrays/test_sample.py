@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from penstock.arrays import TOKEN_COLUMNS, ImageSpan, Sample, check_text
 from penstock.arrays.ragged import arrays_in
 from penstock.errors import InvalidInput, UnknownKey
-from penstock.testing.reference import record
 from penstock.testing.strategies import samples
+from tests.support.reference import record
 
 HASH = "ab" * 32
 TYPES = [0, 1, 1, 0]

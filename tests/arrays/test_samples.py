@@ -11,8 +11,8 @@ from penstock.arrays import ImageSpan, Sample, Samples
 from penstock.arrays.ragged import arrays_in
 from penstock.errors import InvalidInput, UnknownKey
 from penstock.frames import encode
-from penstock.testing.reference import record
 from penstock.testing.strategies import batches
+from tests.support.reference import record
 
 
 @settings(max_examples=60)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.assets import AssetStore, ObjectStore
-from penstock.testing.reference import draw_screenshot
+from penstock.testing import draw_screenshot
 
 _KEYS = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
 _COUNT = itertools.count()

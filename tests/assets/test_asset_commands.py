@@ -10,8 +10,8 @@ import pytest
 
 from penstock.assets import AssetStore, FeatureStore, remove_run
 from penstock.assets.claims import pending_name
-from penstock.assets.maintenance import list_assets, verify_assets
 from penstock.assets.sources import path_of
+from penstock.assets.store import list_assets, verify_assets
 from penstock.cli import main
 
 Picture = Callable[[int], bytes]

@@ -14,7 +14,7 @@ from PIL import Image
 from penstock.assets import AssetStore
 from penstock.assets.sources import file_url, path_of
 from penstock.errors import ImageRefused, InvalidReference
-from penstock.testing.reference import as_data_uri
+from penstock.testing import as_data_uri
 from tests.assets.conftest import Picture
 
 

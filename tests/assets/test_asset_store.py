@@ -17,7 +17,7 @@ from PIL import Image
 from penstock.assets import AssetStore, ImageRef, Limits, ObjectStore, remove_run, sweep
 from penstock.assets.sources import ImageSource, file_url, path_of
 from penstock.errors import ConfigError, CorruptAsset, ImageRefused, MissingAsset
-from penstock.testing.reference import as_data_uri
+from penstock.testing import as_data_uri
 from tests.assets.conftest import Picture, files
 
 

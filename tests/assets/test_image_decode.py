@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile, ImageOps
 
-from penstock.assets.decode import decode_rgb
+from penstock.assets.image_files import decode_rgb
 from penstock.errors import ConfigError, CorruptAsset
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.arrays import ImageSpan
 from penstock.assets import Branch, image_delta, longest_prefix
-from penstock.testing.reference import reference_delta
+from tests.support.reference import reference_delta
 
 
 def image(name: int) -> ImageSpan:

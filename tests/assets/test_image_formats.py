@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from penstock.assets.decode import decode_rgb
-from penstock.assets.image_header import EXTENSIONS, Limits, probe, upright_size
+from penstock.assets.image_files import EXTENSIONS, Limits, decode_rgb, probe, upright_size
 from penstock.errors import CorruptAsset, ImageRefused
 
 FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.assets import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, ImageRef, Layout, describe, layout_from_config, span
 from penstock.errors import ConfigError, ImageRefused
-from penstock.testing.reference import reference_fit, reference_patches
+from tests.support.reference import reference_fit, reference_patches
 
 SMALL = dataclasses.replace(QWEN3_VL, family="small", patch=4, min_pixels=16 * 16, max_pixels=64 * 64)
 LAYOUTS = [QWEN2_VL, QWEN2_5_VL, QWEN3_VL, SMALL]

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from penstock.assets import QWEN3_VL, AssetStore, ObjectStore, image_lookup, inline_messages, offload_messages, span
 from penstock.assets.sources import path_of
 from penstock.errors import ImageRefused, InvalidReference
-from penstock.testing.reference import as_data_uri
+from penstock.testing import as_data_uri
 
 Picture = Callable[[int], bytes]
 

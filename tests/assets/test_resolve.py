@@ -26,11 +26,11 @@ from penstock.assets import (
     retry_in_full,
     sweep,
 )
-from penstock.assets.decode import decode_rgb
 from penstock.assets.features import pack_patches, unpack_patches
+from penstock.assets.image_files import decode_rgb
 from penstock.assets.sources import path_of
 from penstock.errors import AssetError, ConfigError, CorruptAsset, IncompatibleAsset, InvalidReference, MissingAsset
-from penstock.testing.reference import reference_patches
+from tests.support.reference import reference_patches
 
 Picture = Callable[[int], bytes]
 OURS = processor_fingerprint(QWEN3_VL)

@@ -15,7 +15,7 @@ from penstock.arrays import ImageSpan
 from penstock.capture import from_rollout, from_steps
 from penstock.convert import to_samples
 from penstock.errors import InvalidInput
-from penstock.testing.reference import interleave, interleaved
+from tests.support.reference import interleave, interleaved
 
 
 def step(prompt: list[int], completion: list[int], **more: Any) -> dict[str, Any]:

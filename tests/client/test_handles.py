@@ -13,7 +13,7 @@ import pytest
 import penstock as ps
 from penstock.client.handles import usable_url
 from penstock.errors import ConfigError
-from penstock.testing.reference import draw_screenshot
+from penstock.testing import draw_screenshot
 from penstock.transport.keys import make_keys
 from tests.support.groups import named_group
 from tests.support.planes import FAST, OpenPlane

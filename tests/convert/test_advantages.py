@@ -22,7 +22,7 @@ from penstock.convert import (
     raw_rewards,
 )
 from penstock.errors import InvalidInput
-from penstock.testing import reference as plain
+from tests.support import reference as plain
 
 rewards_lists = st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=9)
 counts = st.integers(0, 1000)

@@ -11,7 +11,7 @@ from penstock.arrays import ImageSpan, Sample
 from penstock.capture import Trajectory, Turn
 from penstock.convert import to_samples
 from penstock.errors import InvalidInput
-from penstock.testing.reference import branches
+from tests.support.reference import branches
 
 
 @st.composite

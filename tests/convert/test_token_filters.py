@@ -14,7 +14,7 @@ import penstock as ps
 from penstock.capture import Trajectory, Turn, from_arrays
 from penstock.convert import Filter, Gibberish, Repetition, Rollouts, RolloutTokens, ZeroVariance, make_group
 from penstock.errors import InvalidInput
-from penstock.testing import reference as plain
+from tests.support import reference as plain
 
 tokens = st.lists(
     st.tuples(st.integers(0, 9), st.sampled_from([-0.001, -0.02, -1.0, -3.0, -9.0]), st.booleans()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from penstock.demo.roles import life_name, sample
 from penstock.demo.screen import page, screen, sparkline
 from penstock.demo.tasks import EOS, PAD, REVERSE, Prompt, ReverseTask, make_task, model_of
 from penstock.packing import pack
+from penstock.plane import Ledger
 from penstock.train.logits import token_logprobs
 from penstock.train.model import build_model, forward
 from penstock.train.run_config import PACKED_IMAGES, TaskConfig, image_processor
@@ -134,8 +136,9 @@ def test_prompts_of_the_text_task_have_the_name_of_their_word() -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_page_fits_terminals_of_every_width_with_nothing_cut_off(width: int) -> None:
-    ledger = dict.fromkeys(("accepted", "held", "scheduled", "delivered", "committed"), 45960)
-    status = {"ledger": ledger | {"dropped": {"stale": 5_368}, "balanced": True}, "waiting_for": "generation: 3 of 32"}
+    many, stale = 45_960, Counter(stale=5_368)
+    ledger = Ledger(accepted=many, held=many, scheduled=many, delivered=many, committed=many, dropped=stale)
+    status = {"ledger": ledger.as_dict(), "waiting_for": "generation: 3 of 32"}
     names = ("train/entropy", "train/mismatch_kl", "train/masked", "train/staleness", "perf/waste", "train/reward")
     rows: Any = [{"step": step, "perf/tokens_per_s": 12_804.0, **dict.fromkeys(names, 0.3)} for step in range(1, 300)]
     progress = Progress(rows=rows, status=status, kills={"plane": 3, "rank": 6, "worker": 7}, seconds=82.0)
@@ -147,6 +150,14 @@ def test_the_page_fits_terminals_of_every_width_with_nothing_cut_off(width: int)
     for label in ("reward", "step", "learning", "buffer", "waits for", "ledger", "killed"):
         assert re.search(rf"│ +{label} ", text), label
     assert re.search(r"reward +0\.300  [▁▂▃▄▅▆▇█]+ +│", text)
+
+
+def test_the_ledger_on_the_page_names_every_state_that_has_samples() -> None:
+    ledger = Ledger(accepted=60, held=8, committed=24, waiting=16, quarantined=8, evaluation=4)
+    progress = Progress(rows=[], status={"ledger": ledger.as_dict()}, kills={}, seconds=1.0)
+    shown = str(page(progress).renderable.columns[1]._cells)
+    for text in ("60 accepted", "16 waiting", "8 quarantined", "4 evaluation", "(balanced)"):
+        assert text in shown
 
 
 def test_the_page_says_what_it_does_before_there_is_a_plane(capsys: pytest.CaptureFixture[str]) -> None:

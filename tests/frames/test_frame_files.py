@@ -15,8 +15,8 @@ from hypothesis import given
 import penstock as ps
 from penstock.errors import CorruptFrame
 from penstock.frames import Limits, by_group, read_frames, write_frames
-from penstock.testing.reference import record
 from penstock.testing.strategies import batches
+from tests.support.reference import record
 
 
 def written(samples: list[ps.Sample]) -> bytes:

@@ -17,8 +17,8 @@ from penstock.errors import InvalidInput
 from penstock.frames import read_head
 from penstock.frames.codings import Profile
 from penstock.frames.gathering import gather, open_frame
-from penstock.testing import reference
 from penstock.testing.strategies import batches, generators
+from tests.support import reference
 
 Picked = list[tuple[bytes, list[int]]]
 PROFILES: tuple[Profile, ...] = get_args(Profile)

@@ -10,9 +10,9 @@ import pytest
 import penstock as ps
 from penstock.errors import CorruptFrame
 from penstock.frames.codings import Profile
-from penstock.testing.reference import record
 from scripts.make_golden import BATCHES, DIGESTS, PROFILES, WITHOUT_ITEMS, digest
 from tests.frames.frames import FRAMES, REFUSED
+from tests.support.reference import record
 
 
 @pytest.mark.parametrize("path", FRAMES, ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -21,7 +21,7 @@ from penstock.frames.metadata import WITH, WITHOUT, GroupMetadata, check_group, 
 from penstock.frames.node_prefixes import find_node_prefixes
 from penstock.frames.prefixes import MIN_SHARED
 from penstock.packing import Packing, pack_with, plan
-from penstock.testing.strategies import packable, packings
+from tests.support.packable import packable, packings
 
 Groups = list[list[ps.Sample]]
 

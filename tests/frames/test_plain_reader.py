@@ -9,10 +9,10 @@ from hypothesis import given, settings
 
 import penstock as ps
 from penstock.frames.codings import Profile
-from penstock.testing.reference import record
 from penstock.testing.strategies import batches
 from penstock.testing.wire import read_frame
 from tests.frames.frames import FRAMES
+from tests.support.reference import record
 
 
 @pytest.mark.parametrize("path", FRAMES, ids=lambda path: f"{path.parent.name}/{path.stem}")

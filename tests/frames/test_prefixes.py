@@ -10,7 +10,7 @@ import penstock as ps
 from penstock.arrays import offsets_of
 from penstock.arrays.shared_prefixes import common_prefix
 from penstock.frames.prefixes import MIN_SHARED, cut, find_prefixes, restore, shares_values
-from penstock.testing import reference
+from tests.support import reference
 
 
 @st.composite

@@ -11,8 +11,8 @@ import penstock as ps
 from penstock.arrays import Samples
 from penstock.frames import read_head
 from penstock.frames.codings import Profile
-from penstock.testing.reference import record
 from penstock.testing.strategies import batches
+from tests.support.reference import record
 
 PROFILES: tuple[Profile, ...] = get_args(Profile)
 

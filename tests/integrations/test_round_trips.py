@@ -19,8 +19,8 @@ from penstock.arrays import Ragged
 from penstock.arrays.columns import COLUMNS
 from penstock.integrations.formats.file_formats import FORMATS, Conversion, convert_files
 from penstock.integrations.formats.shared import Options, one_number
-from penstock.testing.reference import record
 from penstock.testing.strategies import batches
+from tests.support.reference import record
 
 pytestmark = pytest.mark.deep
 

@@ -18,7 +18,7 @@ import penstock as ps
 from penstock.arrays import ImageSpan
 from penstock.errors import InvalidInput
 from penstock.integrations.formats.tinker_datums import from_datums, sample_ids, to_datums
-from penstock.testing.reference import draw_screenshot
+from penstock.testing import draw_screenshot
 
 
 def numbers(datum: Any, name: str) -> list[Any]:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.packing import BlockPool, block_pool
+from penstock.packing import BlockPool, filling
 
 
 def test_a_block_is_free_when_its_last_view_is_gone() -> None:
-    pool, size = BlockPool(), block_pool.LARGE_BYTES
+    pool, size = BlockPool(), filling.LARGE_BYTES
     view = pool.take(size)[1000:2000].view(np.uint16).reshape(-1, 4)
     address = view.ctypes.data - 1000
     other = view.data
@@ -25,7 +25,7 @@ def test_a_block_is_free_when_its_last_view_is_gone() -> None:
 
 
 def test_blocks_that_became_too_small_are_let_go_and_few_are_kept() -> None:
-    pool, size = BlockPool(), block_pool.LARGE_BYTES
+    pool, size = BlockPool(), filling.LARGE_BYTES
     pool.take(size)
     assert len(pool.take(2 * size)) == 2 * size
     assert len(pool._blocks) == 1  # the smaller one is gone
@@ -39,7 +39,7 @@ def experts(step: int, tokens: int) -> Any:
 
 
 def test_steps_that_are_held_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_pool, "LARGE_BYTES", 0)
+    monkeypatch.setattr(filling, "LARGE_BYTES", 0)
     plane = ps.open(tmp_path / "run", ranks=1, seq_len=64, groups_per_step=1, untrained_groups="accept")
     with plane, plane.source(rank=0) as source:
         for i in range(6):

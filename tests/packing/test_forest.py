@@ -18,8 +18,8 @@ from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames.node_prefixes import find_node_prefixes
 from penstock.packing import MicroBatch, PackedStep, Packing, RankPlan, fill, pack_with
 from penstock.packing.forest import MASK_TOKENS, grow
-from penstock.testing import reference_step as reference
-from penstock.testing.strategies import branching, tree_packings
+from tests.support import reference_step as reference
+from tests.support.packable import branching, tree_packings
 
 
 @st.composite

@@ -11,7 +11,7 @@ from penstock.packing.bins import Caps, Items, best_fit, halve_costliest, polish
 from penstock.packing.row_targets import forced_costs, level_rows, lower_bound
 from penstock.packing.rows import rows_of
 from penstock.packing.settings import UNLIMITED
-from penstock.testing import reference_step as reference
+from tests.support import reference_step as reference
 
 CAP = 100
 

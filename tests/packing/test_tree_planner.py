@@ -19,9 +19,9 @@ from penstock.arrays.shared_prefixes import SharedPrefixes
 from penstock.errors import InvalidInput
 from penstock.packing import Cost, MicroBatch, Packing, Plan, pack_with, plan
 from penstock.packing.bins import Items
-from penstock.testing import reference_step as reference
-from penstock.testing.strategies import branching, packable, packings, tree_packings
 from tests.packing.small_samples import batches_of
+from tests.support import reference_step as reference
+from tests.support.packable import branching, packable, packings, tree_packings
 
 
 def family(lengths: NDArray[np.int64], prompt: int, size: int) -> SampleMetadata:

@@ -13,7 +13,7 @@ import penstock as ps
 from penstock.cli import main
 from penstock.frames.metadata import GroupMetadata, check_group, join_metadata
 from penstock.packing import Packing, pack_with, plan
-from penstock.testing.strategies import branching, tree_packings
+from tests.support.packable import branching, tree_packings
 from tests.support.planes import OpenPlane
 
 PROMPT = 80

@@ -44,7 +44,7 @@ from penstock.replay import (
     Uniform,
     prioritized,
 )
-from penstock.testing.reference_table import Held, ReferenceTable
+from tests.support.reference_table import Held, ReferenceTable
 
 pytestmark = pytest.mark.deep
 

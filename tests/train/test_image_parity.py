@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from penstock.arrays import ImageSpan
 from penstock.assets import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, Layout
-from penstock.assets.decode import decode_rgb
-from penstock.testing.reference import draw_screenshot
+from penstock.assets.image_files import decode_rgb
+from penstock.testing import draw_screenshot
 from penstock.train.vision import mrope_positions
 
 pytestmark = [

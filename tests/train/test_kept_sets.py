@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidInput
-from penstock.testing import reference_step as plain
+from tests.support import reference_step as plain
 
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidInput
 from penstock.packing.accounting import Denominators
-from penstock.testing import reference_step as plain
-from penstock.testing.reference_step import Outcome, Token
+from tests.support import reference_step as plain
+from tests.support.reference_step import Outcome, Token
 
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)

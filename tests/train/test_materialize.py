@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from penstock.arrays import ImageSpan
 from penstock.assets import QWEN2_5_VL, QWEN3_VL, AssetStore, FromCallable, Layout, Limits, span
-from penstock.assets.decode import decode_rgb
+from penstock.assets.image_files import decode_rgb
 from penstock.assets.sources import path_of
 from penstock.errors import AssetError, ConfigError, CorruptAsset, IncompatibleAsset, InvalidInput, MissingAsset
-from penstock.testing.reference import draw_screenshot, reference_patches
+from penstock.testing import draw_screenshot
 from penstock.train.materialize import Fail, MaskSample, Materializer, check_image_tokens, mask_segments, sum_metrics
+from tests.support.reference import reference_patches
 
 LAYOUT = Layout(
     family="small", patch=4, min_pixels=16 * 16, max_pixels=96 * 96, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.arrays import ImageSpan
 from penstock.errors import InvalidInput
-from penstock.testing.reference import reference_positions
 from penstock.train.vision import mrope_positions
+from tests.support.reference import reference_positions
 
 
 def image(offset: int, grid: tuple[int, int, int], merge: int = 2) -> ImageSpan:

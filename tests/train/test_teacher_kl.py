@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.arrays import teacher_topk
 from penstock.errors import InvalidInput
-from penstock.testing import reference_step as plain
+from tests.support import reference_step as plain
 
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)

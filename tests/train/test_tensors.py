@@ -10,8 +10,9 @@ from hypothesis import given, settings
 
 from penstock.arrays import Ragged, Sample
 from penstock.packing import Packing, pack, pack_with
-from penstock.testing.strategies import OWN_COLUMNS, packable
+from penstock.testing.strategies import OWN_COLUMNS
 from penstock.train import to_torch
+from tests.support.packable import packable
 
 torch = pytest.importorskip("torch")
 

@@ -17,7 +17,7 @@ from penstock.demo.tasks import COLOR_MODEL, model_of
 from penstock.errors import IncompatibleAsset, InvalidInput, MissingAsset
 from penstock.packing import MicroBatch, Packing, pack
 from penstock.packing.forest import grow
-from penstock.testing.reference import draw_screenshot
+from penstock.testing import draw_screenshot
 from penstock.train.run_config import ImagesConfig, TrainConfig
 from penstock.train.trainer import Trainer
 from penstock.train.vision import samples_through

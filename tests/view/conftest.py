@@ -12,7 +12,7 @@ import pytest
 import penstock as ps
 from penstock.arrays import Sample
 from penstock.assets import AssetStore
-from penstock.testing.reference import draw_screenshot
+from penstock.testing import draw_screenshot
 from penstock.view import Export
 from penstock.view.library import Library
 from penstock.view.run_files import at_work

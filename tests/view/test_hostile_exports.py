@@ -62,6 +62,6 @@ def test_a_marker_of_a_world_that_never_was_costs_no_time(exported: Path) -> Non
 
 @pytest.mark.parametrize("value", ["9" * 5000, "1e400"])
 def test_a_number_beyond_every_type_in_an_own_column_is_a_malformed_line(value: str) -> None:
-    line = '{"token_ids": [1], "loss_mask": [false], "columns": {"mine": ["<i8", 0, false]}, "mine": [%s]}' % value
+    line = '{"token_ids": [1], "loss_mask": [false], "columns": {"mine": ["<i8", 0, false]}, "mine": [VALUE]}'
     with pytest.raises(MalformedLine, match="out of range"):
-        parse_line(line.encode())
+        parse_line(line.replace("VALUE", value).encode())

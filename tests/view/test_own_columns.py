@@ -19,7 +19,7 @@ from penstock.client import Source
 from penstock.errors import ConfigError, CorruptFrame, InvalidInput
 from penstock.frames.codings import Profile
 from penstock.packing import MicroBatch, Packing, pack_with
-from penstock.testing.strategies import OWN_COLUMNS, packable, values_of
+from penstock.testing.strategies import OWN_COLUMNS, values_of
 from penstock.view import Export, TokenExporter
 from penstock.view.diff import compare
 from penstock.view.jsonl import Jsonl
@@ -28,6 +28,7 @@ from penstock.view.parquet import ParquetFile
 from penstock.view.record import COLUMNS, FIELDS
 from penstock.view.step_files import Format
 from tests.support.exports import terms_of
+from tests.support.packable import packable
 
 FORMATS: list[Format] = [Jsonl, ParquetFile]
 MINE = [

@@ -13,7 +13,7 @@ import penstock as ps
 from penstock.arrays import ImageSpan, Sample
 from penstock.assets import AssetStore
 from penstock.packing import pack
-from penstock.testing.reference import draw_screenshot
+from penstock.testing import draw_screenshot
 from penstock.view import Export, TokenExporter
 from penstock.view.library import Library
 from penstock.view.static_page import make_page

@@ -12,7 +12,7 @@ import pytest
 from penstock.assets import AssetStore
 from penstock.errors import CorruptFile, StorageError
 from penstock.packing import pack
-from penstock.testing.reference import draw_screenshot
+from penstock.testing import draw_screenshot
 from penstock.view import Export, Record, TokenExporter
 from penstock.view.parquet import ParquetFile, read_parquet, records_to_parquet, upload_records
 from penstock.view.record import FIELDS

@@ -1,6 +1,5 @@
 from penstock.assets.blobs import Blobs as Blobs
 from penstock.assets.claims import remove_run as remove_run
-from penstock.assets.decode import decode_rgb as decode_rgb
 from penstock.assets.deltas import Branch as Branch
 from penstock.assets.deltas import Delta as Delta
 from penstock.assets.deltas import image_delta as image_delta
@@ -8,8 +7,9 @@ from penstock.assets.deltas import longest_prefix as longest_prefix
 from penstock.assets.features import TTL_S as TTL_S
 from penstock.assets.features import FeatureStore as FeatureStore
 from penstock.assets.features import sweep as sweep
-from penstock.assets.image_header import Limits as Limits
-from penstock.assets.image_header import probe as probe
+from penstock.assets.image_files import Limits as Limits
+from penstock.assets.image_files import decode_rgb as decode_rgb
+from penstock.assets.image_files import probe as probe
 from penstock.assets.layouts import QWEN2_5_VL as QWEN2_5_VL
 from penstock.assets.layouts import QWEN2_VL as QWEN2_VL
 from penstock.assets.layouts import QWEN3_VL as QWEN3_VL
@@ -17,8 +17,6 @@ from penstock.assets.layouts import FromCallable as FromCallable
 from penstock.assets.layouts import Layout as Layout
 from penstock.assets.layouts import Processor as Processor
 from penstock.assets.layouts import layout_from_config as layout_from_config
-from penstock.assets.maintenance import list_assets as list_assets
-from penstock.assets.maintenance import verify_assets as verify_assets
 from penstock.assets.object_store import ObjectStore as ObjectStore
 from penstock.assets.offload import INLINE_BYTES as INLINE_BYTES
 from penstock.assets.offload import image_lookup as image_lookup
@@ -37,4 +35,6 @@ from penstock.assets.resolution import retry_in_full as retry_in_full
 from penstock.assets.store import AssetStore as AssetStore
 from penstock.assets.store import ImageRef as ImageRef
 from penstock.assets.store import describe as describe
+from penstock.assets.store import list_assets as list_assets
 from penstock.assets.store import span as span
+from penstock.assets.store import verify_assets as verify_assets

@@ -41,7 +41,7 @@ def offload_messages(messages: Sequence[Any], store: AssetStore) -> tuple[list[A
     cannot be stored raises an error that names its message, as does a video. Images stored before it stay stored.
 
     >>> import tempfile
-    >>> from penstock.testing.reference import as_data_uri, draw_screenshot
+    >>> from penstock.testing import as_data_uri, draw_screenshot
     >>> store = AssetStore(tempfile.mkdtemp())
     >>> part = {"type": "image_url", "image_url": {"url": as_data_uri(draw_screenshot(seed=1))}}
     >>> messages, refs = offload_messages([{"role": "user", "content": [part]}], store)

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.assets.decode import decode_rgb
 from penstock.assets.features import FeatureStore, unpack_patches
-from penstock.assets.image_header import EXTENSIONS
+from penstock.assets.image_files import EXTENSIONS, decode_rgb
 from penstock.assets.layouts import Grid, Layout
 from penstock.assets.references import FeatureRef, RawRef, parse, processor_fingerprint
 from penstock.assets.store import AssetStore, ImageRef, describe

@@ -19,7 +19,8 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -27,12 +28,12 @@ import msgspec
 
 from penstock.arrays import ImageSpan
 from penstock.assets.blobs import BlobInfo, Blobs
-from penstock.assets.claims import claim_name, hash_of, pending_name
-from penstock.assets.image_header import DEFAULT_LIMITS, EXTENSIONS, Limits, probe, upright_size
+from penstock.assets.claims import claim_name, claims, hash_of, pending_name, stored
+from penstock.assets.image_files import DEFAULT_LIMITS, EXTENSIONS, Limits, probe, upright_size
 from penstock.assets.layouts import Grid
 from penstock.assets.local_folder import LocalFolder
 from penstock.assets.sources import ImageSource, check_declared, read_source
-from penstock.errors import ConfigError, CorruptAsset, InvalidReference, MissingAsset
+from penstock.errors import AssetError, ConfigError, CorruptAsset, InvalidReference, MissingAsset, StorageError
 
 
 class Geometry(Protocol):
@@ -99,7 +100,7 @@ class AssetStore:
     """Images of one run, by content.
 
     >>> import tempfile
-    >>> from penstock.testing.reference import draw_screenshot
+    >>> from penstock.testing import draw_screenshot
     >>> store = AssetStore(tempfile.mkdtemp(), run="demo")
     >>> ref = store.put(draw_screenshot(seed=1, width=640, height=360))
     >>> ref.width, ref.media_type, len(store.get(ref.hash)) == ref.num_bytes
@@ -256,3 +257,86 @@ class AssetStore:
 def image_name(ref: ImageRef) -> str:
     """Return the blob name of an image."""
     return f"images/{ref.hash[:2]}/{ref.file_id}"
+
+
+# ------------------------------------------------------------------ list and verify: `penstock assets`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssetRow:
+    """One stored image."""
+
+    hash: str
+    name: str
+    """Of the blob, relative to the root."""
+    num_bytes: int
+    modified: float
+    """Seconds since the epoch of its last use."""
+    runs: tuple[str, ...]
+    """Runs that claim it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    checked: int
+    """Images read and hashed."""
+    num_bytes: int
+    corrupt: tuple[str, ...]
+    """Blobs whose content does not match their name, with the reason."""
+    missing: tuple[str, ...]
+    """Hashes that were stored and are gone."""
+    unfinished: int
+    """Images whose writer was stopped before they were stored. No reference to them was returned."""
+    quarantined: int
+    """Blobs set aside by earlier readers."""
+
+    @property
+    def ok(self) -> bool:
+        return not (self.corrupt or self.missing)
+
+
+def list_assets(store: AssetStore) -> list[AssetRow]:
+    """Return every image, by hash."""
+    runs = claims(store.blobs)
+    rows = [
+        AssetRow(
+            hash=hash_of(info.name),
+            name=info.name,
+            num_bytes=info.size,
+            modified=info.modified,
+            runs=tuple(sorted(runs.get(hash_of(info.name), ()))),
+        )
+        for info in store.list()
+    ]
+    return sorted(rows, key=lambda row: row.hash)
+
+
+def verify_assets(store: AssetStore, *, progress: Callable[[int], None] = lambda _: None) -> VerifyReport:
+    """Read and hash every image; changes nothing. `progress` gets the bytes read so far."""
+    corrupt, present, num_bytes = [], set(), 0
+    for row in list_assets(store):
+        present.add(row.hash)
+        reason = _problem(store, row)
+        if reason:
+            corrupt.append(f"{row.name}: {reason}")
+        num_bytes += row.num_bytes
+        progress(num_bytes)
+    return VerifyReport(
+        checked=len(present),
+        num_bytes=num_bytes,
+        corrupt=tuple(corrupt),
+        missing=tuple(sorted(stored(store.blobs) - present)),
+        unfinished=len(claims(store.blobs).keys() - stored(store.blobs) - present),
+        quarantined=sum(1 for _ in store.blobs.list("quarantine")),
+    )
+
+
+def _problem(store: AssetStore, row: AssetRow) -> str:
+    try:
+        data = store.blobs.get(row.name, max_bytes=store.limits.max_bytes)
+        if hashlib.sha256(data).hexdigest() != row.hash:
+            return "the bytes have another hash"
+        upright_size(probe(data, store.limits))
+    except (AssetError, StorageError) as error:
+        return str(error)
+    return ""

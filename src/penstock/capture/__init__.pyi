@@ -3,7 +3,6 @@ from penstock.capture.chat import from_choices as from_choices
 from penstock.capture.cumulative import from_rollout as from_rollout
 from penstock.capture.cumulative import from_steps as from_steps
 from penstock.capture.image_descriptors import read_span as read_span
-from penstock.capture.plain import from_arrays as from_arrays
 from penstock.capture.records import field_of as field_of
 from penstock.capture.records import list_of as list_of
 from penstock.capture.records import located as located
@@ -12,9 +11,10 @@ from penstock.capture.records import numbers_of as numbers_of
 from penstock.capture.records import optional_list as optional_list
 from penstock.capture.records import optional_mapping as optional_mapping
 from penstock.capture.records import required as required
-from penstock.capture.sampling_masks import read_sampling_mask as read_sampling_mask
-from penstock.capture.sampling_masks import sampling_mask_of as sampling_mask_of
+from penstock.capture.server_columns import read_sampling_mask as read_sampling_mask
+from penstock.capture.server_columns import sampling_mask_of as sampling_mask_of
 from penstock.capture.trajectory import Trajectory as Trajectory
+from penstock.capture.trajectory import from_arrays as from_arrays
 from penstock.capture.turn import TURN_COLUMNS as TURN_COLUMNS
 from penstock.capture.turn import Turn as Turn
 from penstock.capture.verifiers import SAMPLER_TOPK as SAMPLER_TOPK

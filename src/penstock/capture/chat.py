@@ -7,7 +7,7 @@ One response is one step. What is read of it, wherever the server puts it:
     logprobs         `logprobs.content[i].logprob`, with `"token": "token_id:N"` or `"token_id": N` beside it, checked
                      against the ids; or `logprobs.token_logprobs`
     kept ids         `sampling_mask` of the choice: the ids each token was drawn from, in any shape of
-                     `penstock.capture.sampling_masks`; log-probabilities must then be those over these ids
+                     `penstock.capture.server_columns`; log-probabilities must then be those over these ids
     weight versions  `weight_versions: [{version, start, end}]` over the completion, where the weights changed while
                      it was sampled
 
@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from penstock.arrays import COLUMNS, Values, coerce
 from penstock.capture.fold import Step, fold
 from penstock.capture.records import ABSENT, field_of, ids_of, list_of, optional_list
-from penstock.capture.routing import read_routing
-from penstock.capture.sampling_masks import sampling_mask_of
+from penstock.capture.server_columns import read_routing, sampling_mask_of
 from penstock.capture.trajectory import Trajectory
 from penstock.errors import InvalidInput, shown
 

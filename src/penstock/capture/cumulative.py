@@ -18,8 +18,7 @@ from penstock.arrays import COLUMNS, ImageSpan, Values, coerce
 from penstock.capture.fold import Step, fold
 from penstock.capture.image_descriptors import HashLookup, read_descriptors, read_span
 from penstock.capture.records import ABSENT, field_of, ids_of, list_of, optional_mapping, required
-from penstock.capture.routing import read_routing
-from penstock.capture.sampling_masks import sampling_mask_of
+from penstock.capture.server_columns import read_routing, sampling_mask_of
 from penstock.capture.trajectory import Trajectory
 from penstock.errors import InvalidInput
 

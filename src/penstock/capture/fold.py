@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays import Array, ImageSpan, Values, check_spans
 from penstock.capture.prefix_tree import ROOT, Keys, PrefixIndex, prefix_hashes
-from penstock.capture.routing import Routing
+from penstock.capture.server_columns import Routing
 from penstock.capture.trajectory import Trajectory
 from penstock.capture.turn import Turn
 from penstock.errors import InvalidInput

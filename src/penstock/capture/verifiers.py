@@ -36,7 +36,7 @@ from penstock.capture.records import (
     optional_list,
     optional_mapping,
 )
-from penstock.capture.sampling_masks import by_counts, sampling_mask_of
+from penstock.capture.server_columns import by_counts, sampling_mask_of
 from penstock.capture.trajectory import Trajectory
 from penstock.capture.turn import TURN_COLUMNS, Turn
 from penstock.errors import InvalidInput, shown

@@ -58,10 +58,6 @@ def run(args: argparse.Namespace) -> int:
 def looking(where: str, keys: Path | None = None) -> Iterator[Look]:
     """Yield a function that returns the current state of a plane or a folder."""
     if is_address(where):
-        from penstock.client import client_transport
-
-        if not where.startswith(("tcp://", "ipc://", "file://", "ray://")):
-            client_transport(where)  # raises, and lists the valid schemes
         with asking(where, keys) as plane:
             yield lambda: _from_plane(plane.status())
     else:

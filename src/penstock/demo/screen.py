@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.demo.launch import Progress
+from penstock.plane import Ledger
 from penstock.view import Export, Library, serving
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -132,17 +133,10 @@ def page(progress: Progress, *, title: str = "penstock demo", width: int = 80) -
         f"padding {_shown(last, 'perf/waste', '.1%')}",
     )
     table.add_row("waits for", progress.doing or str(status.get("waiting_for", "the plane")))
-    table.add_row("ledger", _ledger(ledger) if ledger else "-")
+    table.add_row("ledger", str(Ledger.from_dict(ledger)) if ledger else "-")
     if progress.kills:
         table.add_row("killed", Text(killed(progress.kills), style="red"))
     return Panel(table, title=title, border_style="dim")
-
-
-def _ledger(ledger: Mapping[str, Any]) -> str:
-    parts = [f"{name} {ledger.get(name, 0):,}" for name in ("accepted", "held", "scheduled", "delivered", "committed")]
-    dropped = sum(ledger.get("dropped", {}).values())
-    mark = "balanced" if ledger.get("balanced", True) else "NOT BALANCED"
-    return f"{'  '.join(parts)}  dropped {dropped:,}  ({mark})"
 
 
 # ------------------------------------------------------------------ in the browser

@@ -3,9 +3,9 @@ from penstock.packing.accounting import Accounting as Accounting
 from penstock.packing.accounting import Counts as Counts
 from penstock.packing.accounting import Denominators as Denominators
 from penstock.packing.accounting import Totals as Totals
-from penstock.packing.block_pool import BlockPool as BlockPool
 from penstock.packing.cost import Cost as Cost
 from penstock.packing.cost import Observation as Observation
+from penstock.packing.filling import BlockPool as BlockPool
 from penstock.packing.filling import bytes_needed as bytes_needed
 from penstock.packing.filling import fill as fill
 from penstock.packing.forest import Forest as Forest

@@ -52,12 +52,10 @@ class Segment:
     """Metrics, outcome and roles of its rollout as JSON; may be empty."""
     policy_version: int | None
     """None = not known."""
-    source_offset: int
-    """First token taken from the sample."""
     offset: int
     """Where it begins in the micro-batch."""
     length: int
-    """How many tokens were taken."""
+    """How many tokens were taken, from the sample's first on."""
 
     @property
     def tokens(self) -> slice:
@@ -77,7 +75,6 @@ class Segments:
     rollouts: tuple[str, ...]
     policy_versions: NDArray[np.int64]
     """-1 = not known."""
-    source_offsets: NDArray[np.int64]
     offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]
 
@@ -88,7 +85,7 @@ class Segments:
         """One `Segment` per sample, in the order of their tokens."""
         texts = (self.ids, self.groups, self.prompts, self.envs, self.modes, self.rollouts)
         versions = map(known, self.policy_versions.tolist())
-        numbers = (n.tolist() for n in (self.source_offsets, self.offsets, self.lengths))
+        numbers = (n.tolist() for n in (self.offsets, self.lengths))
         return map(Segment, *texts, versions, *numbers)
 
 
@@ -200,7 +197,8 @@ class MicroBatch:
         arrays: Mapping[str, Cells] = {
             **self.columns,
             "sequence_lengths": self.sequence_lengths,
-            "source_offsets": self.segments.source_offsets,
+            # Where each sample was cut in earlier versions, so that their digests are those of today.
+            "source_offsets": np.zeros(len(self.segments), np.int64),
         }
         if self.forest is not None:
             arrays = {**arrays, **self.forest.digested}

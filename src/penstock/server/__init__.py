@@ -2,7 +2,7 @@
 
 daemon         the process: signals, exit codes, what it opens; watchdog; log_format; plane_process starts one
 http_server    the one HTTP server, with http_protocol: limits and deadlines of connections
-http_api       groups, feedback, states; http_tasks: leased prompts; http_scoring: late columns; openapi describes it
+http_api       groups, feedback, states; http_leases: leased prompts and late columns; openapi describes it
 metrics_page   /metrics, /healthz and /readyz; prometheus renders the numbers
 """
 

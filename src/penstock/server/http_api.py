@@ -6,7 +6,7 @@
     POST /v1/attach     {"column": "rewards", "values": {group: {sample: 1.0}}}: their values
     POST /v1/states     {"groups": [id, ...]}: what became of each, as `plane.has` says it
     GET  /v1/feedback   ?after=CURSOR&limit=N&wait=S: the next events, as `plane.feedback` yields them
-    POST /v1/leases     tasks of a list of prompts, and further routes to renew and return them (`http_tasks.py`)
+    POST /v1/leases     tasks of a list of prompts, and further routes to renew and return them (`http_leases.py`)
     GET  /v1/status     what `plane.status()` returns;  GET /v1/ledger  its ledger
     GET  /openapi.json  the OpenAPI description, without a token
 
@@ -40,9 +40,8 @@ from penstock.errors import ConfigError, InvalidInput, PenstockError
 from penstock.extras import require
 from penstock.frames import read_head
 from penstock.protocol import MAX_ASKED, MAX_PAGE, OVER_LENGTH, Accepted
-from penstock.server.http_scoring import attach, lease, read_body
+from penstock.server.http_leases import MAX_BODY_BYTES, answer_tasks, attach, lease, read_body
 from penstock.server.http_server import HttpServer, has_token, is_loopback, parse_address, read_token
-from penstock.server.http_tasks import MAX_BODY_BYTES, answer_tasks
 from penstock.server.openapi import FRAME, AskedGroups, describe, shown
 
 if TYPE_CHECKING:

@@ -11,8 +11,16 @@ import msgspec
 from penstock.convert import JsonGroup
 from penstock.errors import PenstockError
 from penstock.protocol import FeedbackEvent
-from penstock.server.http_scoring import AskedAttach, AskedLease, AttachedCounts, Leased
-from penstock.server.http_tasks import CancelledLeases, HttpTasks, NamedLeases, WantedTasks
+from penstock.server.http_leases import (
+    AskedAttach,
+    AskedLease,
+    AttachedCounts,
+    CancelledLeases,
+    HttpTasks,
+    Leased,
+    NamedLeases,
+    WantedTasks,
+)
 from penstock.version import __version__
 
 FRAME = "application/x-penstock-frame"

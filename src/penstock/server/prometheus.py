@@ -19,6 +19,7 @@ from typing import Any
 
 from penstock.errors import WaitTimeout
 from penstock.extras import require
+from penstock.log import State
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SIDES = {
@@ -40,7 +41,7 @@ _TOTALS = {
     "train/priority_updates", "train/priority_updates_stale",
 }  # fmt: skip
 """The table's metrics that only grow while the plane runs."""
-_STATES = ("held", "scheduled", "delivered", "committed", "quarantined", "evaluation", "waiting")
+_STATES = [state.name.lower() for state in State if state is not State.DROPPED]
 _PHASES = ("forming", "rejoining", "running", "failed")
 _ASK_S = 2.0
 _DURATION = "penstock_plane_duration_seconds"

@@ -1,6 +1,6 @@
-"""Tests for what you build on Penstock: strategies, references and conformance suites.
+"""Tests for what you build on Penstock: strategies, conformance suites and a check of trainers.
 
-    strategies       `samples`, `batches`; `packable`, `branching`, `packings`, `tree_packings` for packing (Hypothesis)
+    strategies       `samples`, `batches` (Hypothesis)
     storage          `StorageSuite`: subclass it and run it over your storage engine (pytest)
     log              `LogSuite`: the same for a decision log (pytest)
     transport        `TransportSuite`, `RestartableSuite`, `UnreliableClient`
@@ -8,13 +8,8 @@
     blob stores      `STORE_CHECKS`: one check per promise, for a store of images
     trainers         `penstock.testing.trainer.check`: which of the field's published bugs does your trainer have?
     frames           `read_frame`: a reader in plain Python, written from docs/internals/wire-format.md alone
+    images           `draw_screenshot`, `as_data_uri`: pictures to try things with
     TRL on a CPU     `trl_on_cpu`, `NoTransfer`, `VllmStandIn`, `byte_model`
-
-References do what a fast path does, in plain Python that is short enough to check by eye. Import them as modules:
-
-    reference            rollouts to samples, samples to bytes, images to patches
-    reference_step       packing, forests, and losses token by token
-    reference_table      the replay table
 
 Names are loaded when they are used: nothing here needs pytest, Hypothesis or torch until you import what needs it.
 """

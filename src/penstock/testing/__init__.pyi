@@ -1,15 +1,12 @@
 from penstock.testing.checks import STORE_CHECKS as STORE_CHECKS
 from penstock.testing.checks import check_selector as check_selector
 from penstock.testing.log_suite import LogSuite as LogSuite
-from penstock.testing.reference_table import ReferenceTable as ReferenceTable
+from penstock.testing.screenshots import as_data_uri as as_data_uri
+from penstock.testing.screenshots import draw_screenshot as draw_screenshot
 from penstock.testing.storage_suite import StorageSuite as StorageSuite
 from penstock.testing.strategies import OWN_COLUMNS as OWN_COLUMNS
 from penstock.testing.strategies import batches as batches
-from penstock.testing.strategies import branching as branching
-from penstock.testing.strategies import packable as packable
-from penstock.testing.strategies import packings as packings
 from penstock.testing.strategies import samples as samples
-from penstock.testing.strategies import tree_packings as tree_packings
 from penstock.testing.transport_suite import Ends as Ends
 from penstock.testing.transport_suite import RestartableSuite as RestartableSuite
 from penstock.testing.transport_suite import TransportSuite as TransportSuite

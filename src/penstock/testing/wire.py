@@ -1,7 +1,7 @@
 """A reader of frames in plain Python, written from docs/internals/wire-format.md alone: slow, and without any checks.
 
 It shows that the page suffices to write a reader in another language, and tests the real decoder against code that
-shares nothing with it. For each sample it returns what `reference.record` returns for a `Sample`: floats as their bits.
+shares nothing with it. For each sample it returns plain data, with floats as their bits.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def split(values: list[Any], sizes: list[int]) -> list[list[Any]]:
 
 
 def plain_row(row: Any, dtype: str) -> Any:
-    """Return values as `reference.record` does: bools as bools, others as they were read."""
+    """Return bools as bools, others as they were read."""
     if isinstance(row, list):
         return [plain_row(one, dtype) for one in row]
     return bool(row) if dtype == "|b1" else row

@@ -213,7 +213,7 @@ class Materializer:
 
     >>> import tempfile
     >>> from penstock.assets import QWEN3_VL, AssetStore, span
-    >>> from penstock.testing.reference import draw_screenshot
+    >>> from penstock.testing import draw_screenshot
     >>> store = AssetStore(tempfile.mkdtemp())
     >>> image = span(store.put(draw_screenshot(seed=1, width=320, height=320)), QWEN3_VL, offset=1)
     >>> with Materializer(store, QWEN3_VL) as materializer:
