@@ -128,7 +128,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _shown(text: str) -> str:
-    """Escape control characters, except newlines: errors quote names and ids that others chose. Cut what is too long."""
+    """Escape control characters, except newlines: errors quote names and ids that others chose. Cut long text."""
     if len(text) > _LONGEST:
         text = (
             f"{text[: _LONGEST // 2]} ... ({len(text) - _LONGEST:,} characters left out) ... {text[-_LONGEST // 2 :]}"

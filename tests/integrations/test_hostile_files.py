@@ -96,7 +96,7 @@ def convert_lines(tmp_path: Path, record: object, source: str) -> Any:
 
 @pytest.mark.parametrize("text", ["9" * 5000, "0" * 5000 + "7" * 20])
 def test_versions_of_more_digits_than_python_converts_are_rejected(tmp_path: Path, text: str) -> None:
-    with pytest.raises(InvalidInput, match="odd.jsonl:1"):
+    with pytest.raises(InvalidInput, match=r"odd\.jsonl:1"):
         convert_lines(tmp_path, SLIME | {"weight_versions": [text]}, "slime")
     answer = {"prompt_token_ids": [1], "response_token_ids": [2], "model_version": text}
     event = {"rollout_id": "r", "event_type": "model_request", "data": answer}
@@ -166,7 +166,7 @@ def test_a_batch_with_arrays_of_another_form_is_rejected(name: str, array: Any) 
 def test_tensors_that_numpy_does_not_have_are_rejected(tmp_path: Path, tensor: Any) -> None:
     path = tmp_path / "odd.pt"
     torch.save({"rollout_id": 0, "samples": [SLIME | {"tokens": tensor}]}, path)
-    with pytest.raises((InvalidInput, CorruptFile), match="odd.pt"):
+    with pytest.raises((InvalidInput, CorruptFile), match=r"odd\.pt"):
         convert(path)
 
 

@@ -108,4 +108,4 @@ def array_of(value: Any, where: str) -> Array | None:
     try:
         return np.frombuffer(value["data"], np.dtype(value["dtype"])).reshape(value["shape"])
     except (KeyError, TypeError, ValueError, SyntaxError) as error:  # SyntaxError: numpy parses some dtypes as Python
-        raise InvalidInput(f"{where}: a packed array that cannot be read ({str(error):.200})") from None
+        raise InvalidInput(f"{where}: a packed array that cannot be read ({error!s:.200})") from None

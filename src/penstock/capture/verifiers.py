@@ -147,11 +147,11 @@ def _type_map(trace: Any, where: str) -> dict[int, int]:
     found = optional_mapping(trace, "mm_token_type_id_map", where)
     try:
         types = {int(token): int(kind) for token, kind in found.items()}
-        if all(0 <= token < 2**32 and 0 <= kind < 2**8 for token, kind in types.items()):
-            return types
-        raise ValueError
-    except (TypeError, ValueError):
-        raise InvalidInput(f"{where}.mm_token_type_id_map: {found!r:.60}; must map token ids to 1 or 2") from None
+    except (TypeError, ValueError, OverflowError):
+        types = {-1: 0}
+    if not all(0 <= token < 2**32 and 0 <= kind < 2**8 for token, kind in types.items()):
+        raise InvalidInput(f"{where}.mm_token_type_id_map: {found!r:.60}; must map token ids to 1 or 2")
+    return types
 
 
 def _outcome(trace: Any, where: str) -> dict[str, Any]:

@@ -232,7 +232,7 @@ def _parse(
     except PenstockError:
         raise
     except _ODD as error:
-        found = f"{type(error).__name__}: {str(error):.200}"
+        found = f"{type(error).__name__}: {error!s:.200}"
         raise CorruptFile(f"{path}: sections do not fit together ({found}); use another checkpoint") from error
     return store
 

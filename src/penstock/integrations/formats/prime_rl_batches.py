@@ -296,7 +296,7 @@ def _arrays(batch: PrimeBatch, where: str) -> dict[str, Any]:
     try:
         given = _columns(batch, where)
     except (TypeError, ValueError, OverflowError) as error:
-        raise CorruptFile(f"{where}: {str(error):.200}; not written by prime-rl, or truncated") from None
+        raise CorruptFile(f"{where}: {error!s:.200}; not written by prime-rl, or truncated") from None
     for column, values in given.items():
         if len(values) != len(batch.input_ids):
             raise CorruptFile(f"{where}.{column}: {len(values)} values for {len(batch.input_ids)} tokens")

@@ -151,7 +151,7 @@ def unreadable(name: str, kind: str) -> Iterator[None]:
     except (PenstockError, OSError):
         raise
     except _ODD as error:
-        found = f"{type(error).__name__}: {str(error):.300}"
+        found = f"{type(error).__name__}: {error!s:.300}"
         raise CorruptFile(f"{name}: {found}; not a readable file of format {kind}; write it again") from error
 
 

@@ -247,7 +247,7 @@ def _experts(payload: Any, where: str) -> Any:
     try:
         return np.lib.format.read_array(io.BytesIO(base64.b64decode(payload, validate=True)), allow_pickle=False)
     except Exception as error:  # noqa: BLE001 - numpy parses the header as Python, and raises what that raises
-        raise InvalidInput(f"{where}: {str(error):.200}; must be a numpy array in base64") from None
+        raise InvalidInput(f"{where}: {error!s:.200}; must be a numpy array in base64") from None
 
 
 # ------------------------------------------------------------------ files of events

@@ -81,7 +81,7 @@ def _row(fields: Mapping[str, Any], i: int, where: str) -> Sample:
         raise
     except (TypeError, ValueError, LookupError, OverflowError, MemoryError) as error:
         raise InvalidInput(
-            f"{where}: {str(error):.200}; give arrays of numbers, [rows, tokens] each, and one version per row"
+            f"{where}: {error!s:.200}; give arrays of numbers, [rows, tokens] each, and one version per row"
         ) from None
 
 
@@ -97,7 +97,7 @@ def _temperatures(value: Any, rows: int, where: str) -> Array:
     try:
         found = np.asarray(value)
         if found.size not in (1, rows):  # before it is converted: values of no bytes would become gigabytes
-            raise ValueError
+            raise ValueError  # noqa: TRY301 - the same sentence as for what numpy refuses
         return np.broadcast_to(found.astype(np.float32).reshape(-1), rows)
     except (TypeError, ValueError):
         raise InvalidInput(f"{where}: temperature: give one number, or one for each of {rows} rows") from None
@@ -275,7 +275,7 @@ def read_verl(place: Place, lost: Lost) -> Iterator[Sample]:
         raise
     except _UNREADABLE as error:
         raise CorruptFile(
-            f"{place.name}: {str(error):.300}; give tensors in .npz or .safetensors; a pickled DataProto is not opened"
+            f"{place.name}: {error!s:.300}; give tensors in .npz or .safetensors; a pickled DataProto is not opened"
         ) from None
     yield from from_verl(fields, lost=lost, where=place.name)
 
@@ -300,10 +300,10 @@ def _safetensors(place: Place) -> dict[str, Any]:
         with safe_open(place.path, framework="numpy") as file:
             texts = json.loads((file.metadata() or {}).get("non_tensor_batch", "{}"))
             if not isinstance(texts, dict):
-                raise ValueError("non_tensor_batch in its metadata is no JSON object")
+                raise ValueError("non_tensor_batch in its metadata is no JSON object")  # noqa: TRY004 - caught below
             return {**{name: file.get_tensor(name) for name in file.keys()}, **texts}  # noqa: SIM118 - not a mapping
     except (SafetensorError, TypeError, AttributeError) as error:  # the latter for dtypes that numpy does not have
-        raise ValueError(f"{str(error):.200}; give dtypes that numpy has") from None
+        raise ValueError(f"{error!s:.200}; give dtypes that numpy has") from None
 
 
 def write_verl(samples: Iterable[Sample], place: Place, lost: Lost) -> None:
