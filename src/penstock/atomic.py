@@ -20,6 +20,7 @@ REMEDIES = {
     errno.EROFS: "choose a folder on a volume that is not read-only",
     errno.ENOSPC: "free the volume, or choose another folder",
     errno.ENAMETOOLONG: "choose a shorter path",
+    errno.ELOOP: "a link leads to itself; remove it, or choose another path",
     **dict.fromkeys((errno.EACCES, errno.EPERM), "choose a folder that this user may write"),
     **dict.fromkeys(
         (errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "a file is where a folder should be, or the reverse; move it away"
@@ -46,6 +47,15 @@ def folder_errors(where: str | Path) -> Iterator[None]:
         raise StorageError(f"{error.filename or where}: {error.strerror or error}; {remedy}") from None
     except ValueError as error:  # a path with NUL
         raise StorageError(f"{str(where)!r}: {error}; choose another path") from None
+
+
+def resolved(folder: str | Path) -> Path:
+    """Return an absolute path without links. A link that leads to itself is an OSError, as elsewhere."""
+    path = Path(folder)
+    try:
+        return path.resolve()
+    except RuntimeError:  # what pathlib made of it before Python 3.13
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
 
 
 @contextmanager

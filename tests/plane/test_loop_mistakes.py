@@ -139,6 +139,40 @@ def test_an_exporter_needs_a_micro_batch_and_terms(tmp_path: Path) -> None:
         exporter.write(10, {}, {})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("step", [None, "1", {}])
+def test_an_exporter_needs_a_step(tmp_path: Path, step: Any) -> None:
+    batch = ps.pack(named_group("a"), ranks=1, seq_len=64).ranks[0][0]
+    with TokenExporter(tmp_path) as exporter:
+        with pytest.raises(InvalidInput, match=r"write: .*; pass the step, or its number"):
+            exporter.write(step, batch, None)
+        with pytest.raises(InvalidInput, match=r"close_step: .*; pass the step, or its number"):
+            exporter.close_step(step)
+        with pytest.raises(InvalidInput, match="metrics: a list; give a mapping"):
+            exporter.close_step(1, metrics=[step])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("group", "frame"), [("g", None), ("g", "text"), (None, b""), (7, b"")])
+def test_a_frame_must_be_bytes(open_plane: OpenPlane, group: Any, frame: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"put_frame\(.*; give a group's id as text, and its frame as bytes"):
+        open_plane().put_frame(group, frame)
+
+
+def test_what_is_reported_must_be_numbers_by_id(open_plane: OpenPlane) -> None:
+    with open_plane(ranks=1).source(0) as source:
+        for wrong in ([1.0], "x", 3, []):
+            with pytest.raises(InvalidInput, match=r"report: priorities: a .*; give a mapping"):
+                source.report(1, priorities=wrong)  # type: ignore[arg-type]
+            with pytest.raises(InvalidInput, match=r"report: metrics: a .*; give a mapping"):
+                source.report(1, metrics=wrong)  # type: ignore[arg-type]
+
+
+def test_the_reason_of_a_failure_may_be_an_exception(open_plane: OpenPlane) -> None:
+    with open_plane(ranks=1).source(0) as source:
+        source.fail(ValueError("out of memory"))
+        with pytest.raises(StepAborted, match=r"rank 0: ValueError\('out of memory'\)"):
+            source.step(timeout=PATIENCE_S)
+
+
 @pytest.mark.parametrize(("where", "meant"), [("memory", "memory:"), ("localhost:7440", "tcp://localhost:7440")])
 def test_an_address_without_its_scheme_makes_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, meant: str

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
-from penstock.errors import StorageError
-from penstock.view import TokenExporter
+from penstock.assets import AssetStore
+from penstock.errors import ConfigError, InvalidInput, StorageError
+from penstock.view import Export, TokenExporter
 from tests.support.groups import named_group
 
 
-def use(where: str | Path, **settings: str | list[str]) -> None:
+def use(where: str | Path, **settings: str | Path | list[str]) -> None:
     with ps.open(where, ranks=1, seq_len=64, groups_per_step=1, **settings) as plane:  # type: ignore[arg-type]
         plane.put(named_group("a"))
 
@@ -29,7 +30,12 @@ def with_folder(folder: Path, name: str) -> Path:
     return folder
 
 
-ODD: dict[str, Callable[[Path], None]] = {
+def linked_to_itself(link: Path) -> Path:
+    link.symlink_to(link)
+    return link
+
+
+ODD: dict[str, Callable[[Path], object]] = {
     "a file": lambda at: use(with_file(at, "run") / "run"),
     "under a file": lambda at: use(with_file(at, "run") / "run" / "deeper"),
     "not to be made": lambda _: use("/proc/penstock"),
@@ -39,6 +45,11 @@ ODD: dict[str, Callable[[Path], None]] = {
     "lock is a folder": lambda at: use(with_folder(at, "lock")),
     "log is a folder": lambda at: use(with_folder(at, "log.sqlite")),
     "write-ahead log is a folder": lambda at: use(with_folder(at, "log.sqlite-wal")),
+    "marker is a folder": lambda at: use(with_folder(at, "storage/marker")),
+    "storage= is NUL": lambda at: use(at, storage="a\0b"),
+    "storage= is a link to itself": lambda at: use(at, storage=linked_to_itself(at / "link")),
+    "a link to itself": lambda at: use(linked_to_itself(at / "link")),
+    "assets too long": lambda at: AssetStore(at / ("x" * 300)),
     "storage is a file": lambda at: use(with_file(at, "storage")),
     "file:// of a file": lambda at: use("memory:", listen=[f"file://{with_file(at, 'mail')}/mail"]),
     "file:// not to be made": lambda _: use("memory:", listen=["file:///proc/penstock"]),
@@ -52,6 +63,13 @@ ODD: dict[str, Callable[[Path], None]] = {
 def test_an_odd_folder_is_our_error(tmp_path: Path, kind: str) -> None:
     with pytest.raises(StorageError, match=r".+: .+"):
         ODD[kind](tmp_path)
+
+
+def test_a_name_that_no_folder_can_have_is_our_error_where_one_is_read(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="not a folder"):
+        Export(tmp_path / ("x" * 300))
+    with pytest.raises(ConfigError, match=r"keys 'a\\x00b': embedded null byte; give the folder"):
+        ps.open("tcp://127.0.0.1:1", keys="a\0b")
 
 
 def test_a_folder_in_the_place_of_the_log_is_named_with_a_remedy(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from penstock.view.library import Library
 from tests.support.planes import OpenPlane
 
 TRUNCATED = {"truncated_samples": 1, "truncated_tokens": 84, "dropped_samples": 0, "dropped_tokens": 0}
+DROPPED_LATER = {"truncated_samples": 0, "truncated_tokens": 0, "dropped_samples": 2, "dropped_tokens": 140}
 DROPPED = {"truncated_samples": 0, "truncated_tokens": 0, "dropped_samples": 1, "dropped_tokens": 100}
 
 
@@ -124,6 +125,38 @@ def test_a_plane_opened_again_with_a_smaller_seq_len_counts_and_logs_what_it_tru
     said = [record.getMessage() for record in caplog.records if "seq_len: now 16" in record.getMessage()]
     assert said == ["seq_len: now 16, before 128: of the waiting groups, 1 sample truncated by 84 tokens"]
     assert tokens_of_step(open_plane(tmp_path / "run", seq_len=16, **settings)) == 26
+
+
+@pytest.mark.parametrize(
+    ("over_length", "counted"),
+    [("truncate", {**TRUNCATED, "truncated_samples": 2, "truncated_tokens": 84 + 24}), ("drop", DROPPED_LATER)],
+)
+def test_what_one_seq_len_cut_is_not_counted_again_by_the_next(
+    open_plane: OpenPlane,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    over_length: str,
+    counted: dict[str, int],
+) -> None:
+    settings = {"ranks": 1, "groups_per_step": 1, "over_length": over_length}
+    plane = open_plane(tmp_path / "run", seq_len=128, **settings)
+    plane.put(group("g", 10, 100))
+    plane.close()
+    caplog.set_level(logging.WARNING, "penstock")
+    for seq_len in (64, 16, 128, 16, 64, 128):
+        open_plane(tmp_path / "run", seq_len=seq_len, **settings).close()
+    said = [
+        text.rpartition("of the waiting groups, ")[2] for text in caplog.messages if "of the waiting groups" in text
+    ]
+    truncated = ["1 sample truncated by 36 tokens", "1 sample truncated by 84 tokens"]
+    assert said == (truncated if over_length == "truncate" else ["1 sample of 100 tokens dropped"])
+    plane = open_plane(tmp_path / "run", seq_len=128, **settings)
+    plane.put(group("later", 10, 40))
+    plane.close()
+    for seq_len in (16, 64, 32, 16):
+        plane = open_plane(tmp_path / "run", seq_len=seq_len, **settings)
+        assert plane.ledger.as_dict()["over_length"] == counted
+        plane.close()
 
 
 def test_pack_without_a_plane_truncates_and_counts() -> None:

@@ -142,6 +142,19 @@ def test_priorities_by_sample_id_reach_samples_of_any_name(open_plane: OpenPlane
     assert not status["counts"].get("priorities_unknown") and status["metrics"]["train/priority_updates"] == 2
 
 
+def test_a_sample_named_like_a_sample_of_another_group_is_its_own_groups(open_engine: OpenEngine) -> None:
+    engine = open_engine(**SETTINGS)
+    crossed = [sample.replace(id=f"b/{i}") for i, sample in enumerate(named_group("a"))]
+    assert engine.put("a", "a", encode(crossed)) is None
+    fill(engine, "c")
+    engine.plan_step(1)
+    engine.received(1)
+    fill(engine, "b")
+    engine.report({"b/0": 7.0, "c/0": 3.0}, {}, 1)
+    engine.commit(1, None)
+    assert weights(engine) == {"a": 7.0, "c": 3.0, "b": 1.0}
+
+
 def test_a_group_can_be_put_with_a_priority(open_plane: OpenPlane, tmp_path: Path) -> None:
     settings = {"ranks": 1, "groups_per_step": 1, **REPLAY}
     plane = open_plane(tmp_path / "run", **settings)

@@ -45,7 +45,8 @@ class LocalFolder:
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            if not self.root.is_dir():  # exist_ok may still raise on network filesystems
+            # exist_ok may still raise on network filesystems; is_dir raises if the name is too long.
+            if error.errno == errno.ENAMETOOLONG or not self.root.is_dir():
                 raise StorageError(f"root {str(self.root)!r}: {error.strerror}; give a writable folder") from error
 
     def __repr__(self) -> str:

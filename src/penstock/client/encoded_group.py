@@ -91,6 +91,7 @@ class EncodedGroup:
 
     @staticmethod
     def of_frame(name: str, frame: Buffer, *, evaluation: bool, priority: float = 1.0) -> EncodedGroup:
+        _check_frame(name, frame)
         return EncodedGroup(
             name=name,
             pieces=[frame],
@@ -178,3 +179,9 @@ def _name_in(frame: Buffer, what: str) -> str:
         return read_head(frame).text.get(what, ("",))[0]
     except PenstockError:
         return ""  # the plane will report what is wrong with the frame
+
+
+def _check_frame(name: object, frame: object) -> None:
+    if not isinstance(name, str) or not isinstance(frame, bytes | bytearray | memoryview):
+        given = f"{type(name).__name__}, {type(frame).__name__}"
+        raise InvalidInput(f"put_frame({given}); give a group's id as text, and its frame as bytes: ps.encode(...)")

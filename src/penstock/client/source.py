@@ -226,16 +226,17 @@ class Source:
     ) -> None:
         """Send new replay priorities of groups and metrics of samples, by id."""
         number = _number_of(step, "report")
-        found = _numbers("priorities", priorities or {}), _numbers("metrics", metrics or {})
+        found = _numbers("priorities", priorities), _numbers("metrics", metrics)
         self._loop.check_process()
         with self._lock:
             self._raise_error()
             now = time.monotonic()
             self._handle(self._session.report(number, *found, now))
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str | BaseException) -> None:
         """Report a failure of this rank, so that every rank stops now and not after a time-out."""
         self._loop.check_process()
+        reason = reason if isinstance(reason, str) else repr(reason)
         with self._lock:
             step = max(self._next - 1, self._first, 1)  # the one being trained, or the first if none was taken yet
             self._handle(self._session.fail(step, reason, time.monotonic()))
@@ -454,9 +455,13 @@ def _version(version: object) -> int:
     return found
 
 
-def _numbers(what: str, given: Mapping[str, float]) -> dict[str, float]:
+def _numbers(what: str, given: Mapping[str, float] | None) -> dict[str, float]:
     """Return numbers by id, also those of numpy or torch, as floats. Raises InvalidInput."""
-    found = {}
+    found: dict[str, float] = {}
+    if given is None:
+        return found
+    if not isinstance(given, Mapping):
+        raise InvalidInput(f"report: {what}: a {type(given).__name__}; give a mapping of ids to numbers")
     for name, value in given.items():
         try:
             found[name] = float(value)

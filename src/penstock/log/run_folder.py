@@ -56,7 +56,8 @@ def own(folder: Path, what: str = "plane") -> int:
         os.close(descriptor)
         if holder == _me():
             raise LogInUse(
-                f"{folder}: this process has it open already; call close() on that {what} first, or open it in `with`"
+                f"{folder}: this process has it open already; call close() on that {what} and on its sources first, "
+                "or open them in `with`; one that was not closed keeps it open"
             )
         raise LogInUse(f"{folder}: another {what} has it open (process {holder}); stop it or use another folder")
     os.ftruncate(descriptor, 0)

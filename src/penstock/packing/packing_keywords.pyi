@@ -13,7 +13,7 @@ class PackingKeywords(TypedDict, total=False):
     ranks: Required[int]
     """Data ranks that take part in every step."""
     seq_len: Required[int]
-    """Samples are cut to this many tokens."""
+    """Tokens of a sample at most; `over_length` says what happens to longer ones."""
     micro_batch_max_tokens: int | None
     """Tokens of a micro-batch, padding included; none: seq_len."""
     pad_to_multiple_of: int

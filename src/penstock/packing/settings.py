@@ -92,7 +92,9 @@ class Packing:
     """How a step is packed. See `pack` for the meaning of each setting."""
 
     ranks: Annotated[int, Meta(ge=1, le=65536, description="data ranks that take part in every step")]
-    seq_len: Annotated[int, Meta(ge=1, description="samples are cut to this many tokens")]
+    seq_len: Annotated[
+        int, Meta(ge=1, description="tokens of a sample at most; `over_length` says what happens to longer ones")
+    ]
     micro_batch_max_tokens: Annotated[
         int | None, Meta(ge=1, description="tokens of a micro-batch, padding included; none: seq_len")
     ] = None

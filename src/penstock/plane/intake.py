@@ -427,14 +427,19 @@ def check_lengths(metadata: GroupMetadata) -> None:
 
 
 def metadata_for(
-    settings: PlaneSettings, metadata: GroupMetadata, frame: Buffer, *, is_partial: bool = False
+    settings: PlaneSettings,
+    metadata: GroupMetadata,
+    frame: Buffer,
+    *,
+    seq_len: int | None = None,
+    is_partial: bool = False,
 ) -> GroupMetadata:
-    """Make the metadata of a group again, for the current `seq_len`."""
+    """Make the metadata of a group again, for another `seq_len`; None: the current one."""
     drop = settings.over_length == "drop"
     found = check_group(
         frame,
         group=metadata.group,
-        seq_len=settings.packing.seq_len,
+        seq_len=seq_len or settings.packing.seq_len,
         drop=drop,
         is_partial=is_partial or bool(metadata.late.digests),
     )

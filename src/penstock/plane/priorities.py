@@ -92,24 +92,28 @@ def report(recorder: Recorder, priorities: Mapping[str, float], step: int | None
 def _by_group(recorder: Recorder, priorities: Mapping[str, float], ops: Sequence[int]) -> Values:
     """Return the largest value for each held group, from ids of groups and of samples.
 
-    An id such as GROUP/3 names its group. Other ids are looked up among the samples of the step's groups, which needs
-    their metadata from the log."""
+    An id such as GROUP/3 names its group, if that group is in the step. Other ids are looked up among the samples of
+    the step's groups, which needs their metadata from the log; those of no sample name a group that is held."""
     held, rows = recorder.tenant_tables, recorder.state.rows
     of_step = {rows[op].id for op in ops if op in rows}
     found: Values = {}
     others: Values = {}
     for name, value in priorities.items():
         check_priority(name, value)
-        group = name if name in held or name in of_step else name.rpartition("/")[0]
-        if group in held or group in of_step:
-            merge(found, {group: value})
+        prefix = name.rpartition("/")[0]
+        if name in held or name in of_step:
+            merge(found, {name: value})
+        elif prefix in of_step:
+            merge(found, {prefix: value})
         else:
             others[name] = value
     if others:
         groups = _groups_of(recorder.log.metadata_of(ops).values())
-        recorder.counts["priorities_unknown"] += sum(name not in groups for name in others)
         for name, value in others.items():
-            merge(found, dict.fromkeys(groups.get(name, ()), value))
+            prefix = name.rpartition("/")[0]
+            owners = groups.get(name) or [prefix] * (prefix in held)
+            recorder.counts["priorities_unknown"] += not owners
+            merge(found, dict.fromkeys(owners, value))
     return {group: value for group, value in found.items() if group in held}
 
 

@@ -158,29 +158,60 @@ def note_seq_len(settings: PlaneSettings, recorder: Recorder, storage: Storage) 
     rejected."""
     log, seq_len = recorder.log, settings.packing.seq_len
     before = log.meta("seq_len", seq_len)
-    found = OverLength.total(_further_cuts(settings, recorder, storage)) if seq_len < before else NONE
+    is_smaller, counted = seq_len < before, _counted_cuts(log)
+    cut = [*_further_cuts(settings, recorder, storage, counted)] if is_smaller else []
+    found = OverLength.total(further for _, further in cut) if cut else NONE
     op = recorder.state.op + 1
     if before != seq_len or not log.text("seq_len"):
         with recorder.transaction():
             log.set_meta("seq_len", seq_len)
+            if is_smaller:
+                kept = [(at, length) for at, length in counted if length < seq_len]
+                log.set_meta(_CUTS, msgspec.json.encode([*kept, (op, seq_len)]).decode())
             if found:
                 log.add_record(op, Shorten(**asdict(found)))
     if found:
         recorder.state.redo(op, Shorten(**asdict(found)))
         recorder.counts.update(asdict(found))
-        logger.warning("seq_len: now %d, before %d: of the waiting groups, %s", seq_len, before, found)
+        in_all = OverLength.total(now for now, _ in cut)
+        logger.warning("seq_len: now %d, before %d: of the waiting groups, %s", seq_len, before, in_all)
 
 
-def _further_cuts(settings: PlaneSettings, recorder: Recorder, storage: Storage) -> Iterator[OverLength]:
-    """Yield what each waiting group loses beyond what it lost before."""
-    state = recorder.state
+_CUTS = "seq_len cuts"
+_READ_CUTS = msgspec.json.Decoder(list[tuple[int, int]])
+
+
+def _counted_cuts(log: Log) -> list[tuple[int, int]]:
+    """Return (op, seq_len) of earlier starts with a smaller `seq_len`: groups of earlier ops are counted up to it.
+
+    A later cut to the same length or less takes the place of earlier ones, so lengths ascend:
+
+        64 -> 32 at op 10, -> 16 at op 20         [(20, 16)]
+        then 64 again, and -> 32 at op 30         [(20, 16), (30, 32)]    a group of op 15 has lost all beyond 16
+    """
+    try:
+        return _READ_CUTS.decode(log.text(_CUTS) or "[]")
+    except msgspec.MsgspecError as error:
+        raise CorruptFile(f"{log.where}: {_CUTS}: {error}; restore it from a copy") from None
+
+
+def _further_cuts(
+    settings: PlaneSettings, recorder: Recorder, storage: Storage, counted: list[tuple[int, int]]
+) -> Iterator[tuple[OverLength, OverLength]]:
+    """Yield what each waiting group that is cut further loses in all, and beyond what it lost before."""
+    state, seq_len = recorder.state, settings.packing.seq_len
     for row in [*map(state.row_of, recorder.tenant_tables), *(state.rows[op] for op in state.late.waiting)]:
         data = recorder.log.metadata(row.op)
         if data is None:
             continue
         metadata = GroupMetadata.from_bytes(data)
-        if not metadata.fits(settings.packing.seq_len):
+        before = min((length for op, length in counted if row.op < op), default=metadata.seq_len)
+        if before > seq_len and not metadata.fits(seq_len):
             # A damaged frame is found when a step is planned with it; its group is quarantined then.
             with suppress(PenstockError):
-                again = metadata_for(settings, metadata, storage.read(row.location)[0])
-                yield OverLength.of(again).since(OverLength.of(metadata))
+                frame = storage.read(row.location)[0]
+                lost = metadata
+                if before < metadata.seq_len:
+                    lost = metadata_for(settings, metadata, frame, seq_len=before)
+                now = OverLength.of(metadata_for(settings, metadata, frame))
+                yield now, now.since(OverLength.of(lost))

@@ -188,6 +188,9 @@ class FolderStorage:
                 return file.read(_MAX_MARKER)
         except FileNotFoundError:
             return None
+        except IsADirectoryError as error:
+            where = self.folder / "marker"
+            raise StorageError(f"{where}: {error.strerror}; {REMEDIES[errno.EISDIR]}") from None
         except OSError as error:
             raise Away(f"{self.folder / 'marker'}: {error.strerror}") from None
 

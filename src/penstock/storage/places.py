@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from penstock.atomic import folder_errors, resolved
 from penstock.errors import Conflict, InvalidInput
 from penstock.storage.custody import Marker, read_marker
 from penstock.storage.folder import FolderStorage
@@ -28,7 +29,10 @@ def address_of(text: str | Path) -> str:
     's3://bucket/runs/mine'
     """
     given = str(text)
-    return str(parse_object_url(given)) if is_object_url(given) else str(_folder(given).resolve())
+    if is_object_url(given):
+        return str(parse_object_url(given))
+    with folder_errors(given):
+        return str(resolved(_folder(given)))
 
 
 def open_storage(text: str | Path, *, create: bool = True) -> KeptStorage:

@@ -140,6 +140,8 @@ def _check_folder(path: Path) -> None:
         is_fixed = os.statvfs(path).f_flag & os.ST_RDONLY
     except OSError:
         return  # a missing folder is reported when its files are read
+    except ValueError as error:  # a path with NUL
+        raise ConfigError(f"keys {str(path)!r}: {error}; give the folder that `penstock keys` made") from None
     if mode & 0o022 and not is_fixed:
         raise ConfigError(f"{path}: others may write there and add keys (mode {mode:o}); run chmod 700 on it")
 

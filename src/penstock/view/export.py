@@ -134,7 +134,7 @@ class TokenExporter:
         `policy_version` is the version being trained, from which each sample's staleness follows. `run_step` is the
         step of the batch's run if that is counted separately from the trainer's.
         """
-        number = step if isinstance(step, int) else step.number
+        number = _number_of(step, "write")
         if number % self.every:
             return
         self._check()
@@ -167,7 +167,7 @@ class TokenExporter:
         trainer's number. `metrics` are stored with the step and drawn by the viewer, null if not finite. Call this for
         every step, exported or not: tokens per second are measured from one call to the next.
         """
-        number = step if isinstance(step, int) else step.number
+        number = _number_of(step, "close_step")
         if number % self.every:
             self._last_close = (number, time.monotonic())
             return
@@ -306,6 +306,13 @@ class TokenExporter:
             promote(folder)
 
 
+def _number_of(step: NumberedStep | int, what: str) -> int:
+    number = step if isinstance(step, int) else getattr(step, "number", None)
+    if not isinstance(number, int):
+        raise InvalidInput(f"{what}: {type(step).__name__} {str(step)[:40]!r}; pass the step, or its number")
+    return number
+
+
 def _check_parts(batch: object, terms: object) -> None:
     if not isinstance(batch, MicroBatch) or not (terms is None or hasattr(terms, "loss")):
         wrong = f"{type(batch).__name__}, {type(terms).__name__}"
@@ -326,6 +333,8 @@ def _describe(batch: MicroBatch, step: int, micro_step: int) -> PackedBatch:
 
 def _numbers(metrics: Mapping[str, SupportsFloat]) -> dict[str, float | None]:
     """Convert metrics to plain numbers, also from numpy and torch. None for NaN and infinity."""
+    if not isinstance(metrics, Mapping):
+        raise InvalidInput(f"metrics: a {type(metrics).__name__}; give a mapping of names to numbers")
     out: dict[str, float | None] = {}
     for name, value in metrics.items():
         try:

@@ -50,7 +50,11 @@ class Export:
         self.folder = Path(folder)
         if self.folder.name == EXPORTS:
             self.folder = self.folder.parent
-        if not self.folder.is_dir():
+        try:
+            is_folder = self.folder.is_dir()
+        except OSError:  # a name that is too long
+            is_folder = False
+        if not is_folder:
             raise InvalidInput(f"{self.folder}: not a folder; give the folder of a run, or of TokenExporter")
         self._plane = PlaneSteps(self.folder)
         if not awaited and not self.runs:
