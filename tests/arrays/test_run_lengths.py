@@ -72,3 +72,12 @@ def test_a_single_bit_off_the_mask_is_noticed(mask: NDArray[np.bool_], data: st.
     at = data.draw(st.sampled_from(np.flatnonzero(~mask).tolist()))
     values[at] = -0.0
     assert not MaskRuns.of(mask).is_zero_off(values)
+
+
+@given(masks, st.data())
+def test_the_runs_of_a_part_are_those_of_the_part_alone(mask: NDArray[np.bool_], data: st.DataObject) -> None:
+    begin = data.draw(st.integers(0, len(mask)))
+    end = data.draw(st.integers(begin, len(mask)))
+    found, expected = MaskRuns.of(mask).part(begin, end), MaskRuns.of(mask[begin:end])
+    assert found.edges.tolist() == expected.edges.tolist()
+    assert (found.is_choppy, found.on, found.off) == (expected.is_choppy, expected.on, expected.off)

@@ -27,6 +27,9 @@ def test_a_batch_is_a_sequence_of_its_samples(rows: list[Sample]) -> None:
     assert [batch[i] for i in range(-len(rows), 0)] == rows
     assert batch.lengths.tolist() == [row.num_tokens for row in rows]
     assert batch.loss_tokens.tolist() == [row.loss_tokens for row in rows]
+    other = Samples.of(rows)
+    other.find_loss_tokens()
+    assert other.loss_tokens.tolist() == batch.loss_tokens.tolist()
     assert batch.num_tokens == sum(row.num_tokens for row in rows)
 
 

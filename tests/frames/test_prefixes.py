@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.arrays import offsets_of
 from penstock.arrays.shared_prefixes import common_prefix
+from penstock.frames import prefixes
 from penstock.frames.prefixes import MIN_SHARED, cut, find_prefixes, restore, shares_values
 from tests.support import reference
 
@@ -63,6 +65,20 @@ def test_siblings_share_as_much_as_the_reference_says_wherever_the_last_one_spli
     for i, shared in enumerate(found.shared.tolist()):
         longest = max((reference.common_prefix(rows[i], row) for row in rows[:i]), default=0)
         assert shared == (longest if longest >= MIN_SHARED else 0)
+
+
+@given(st.lists(st.tuples(st.integers(30, 45), st.integers(0, 9)), min_size=2, max_size=24))
+def test_siblings_that_split_where_the_last_one_did_are_found_as_by_the_search(ends: list[tuple[int, int]]) -> None:
+    # Many of these split at token 40, where the prompt ends; others are shorter, or go on with a token of a sibling.
+    prompt = list(range(40))
+    rows = [np.array([*prompt[:at], token, 7], np.uint32) for at, token in ends]
+    values, offsets = np.concatenate(rows), offsets_of([len(row) for row in rows])
+    found = find_prefixes(values, offsets)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefixes._Siblings, "is_usual", lambda _self, _token: False)
+        searched = find_prefixes(values, offsets)
+    assert found.parents.tolist() == searched.parents.tolist()
+    assert found.shared.tolist() == searched.shared.tolist()
 
 
 def test_values_that_differ_where_tokens_are_shared_are_not_shared() -> None:

@@ -76,6 +76,7 @@ from penstock.arrays.rollout import check_info as check_info
 from penstock.arrays.rollout import check_metrics as check_metrics
 from penstock.arrays.rollout import check_seconds as check_seconds
 from penstock.arrays.rollout import read_rollout as read_rollout
+from penstock.arrays.run_lengths import RUNS_HEAD as RUNS_HEAD
 from penstock.arrays.run_lengths import MaskRuns as MaskRuns
 from penstock.arrays.run_lengths import bit_view as bit_view
 from penstock.arrays.run_lengths import decode_runs as decode_runs

@@ -86,13 +86,16 @@ def _pack_high(high: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     short = -len(high) % per_byte
     if short:
         high = np.concatenate([high, np.zeros(short, np.uint8)])
-    # View two or four values as one machine word, then shift the word so that they meet in its lowest byte. For 4
-    # bits: the pair (a, b) is the word a | b << 8, and word | word >> 4 has a | b << 4 in its lowest byte.
+    # View two or four values as one machine word, then multiply the word so that they meet in its highest byte. For 4
+    # bits: the pair (a, b) is the word a | b << 8. Times 2**8 + 2**4 it is a << 8 | b << 12 | a << 4; b << 16 is gone.
     if bits == 4:
-        pairs = high.view(np.uint16)
-        return (pairs | (pairs >> 4)).astype(np.uint8)
-    quads = high.view(np.uint32)
-    return (quads | (quads >> 6) | (quads >> 12) | (quads >> 18)).astype(np.uint8)
+        return (high.view(np.uint16) * _PAIR).view(np.uint8)[1::2].copy()
+    return (high.view(np.uint32) * _QUAD).view(np.uint8)[3::4].copy()
+
+
+_PAIR = np.uint16(1 << 8 | 1 << 4)
+_QUAD = np.uint32(1 << 24 | 1 << 18 | 1 << 12 | 1 << 6)
+"""For 2 bits, a to d: bits 24 to 31 of the product are a | b << 2 | c << 4 | d << 6; all other terms are below."""
 
 
 def _expansion(bits: int, shift: int) -> NDArray[Any]:

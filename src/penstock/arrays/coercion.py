@@ -7,6 +7,7 @@ already has the right dtype is not copied.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -83,15 +84,13 @@ def coerce_columns(
     given: Mapping[str, Values | None], where: str, table: Mapping[str, Column] = TOKEN_COLUMNS
 ) -> dict[str, Cells]:
     """Return columns as validated read-only arrays, in table order."""
-    if not given.keys() <= table.keys():
-        unknown = given.keys() - table.keys()
-        raise InvalidInput(
-            f"{where}: unknown column {sorted(unknown)[0]!r}; known are {', '.join(TOKEN_COLUMNS)}; your own go into "
-            "columns={...}"
-        )
+    columns = _present(tuple(given)) if table is TOKEN_COLUMNS else None
+    if columns is None:
+        columns = _checked_names(given, table, where)
     arrays: dict[str, Cells] = {}
-    for name, column in table.items():
-        value = given.get(name)
+    for column in columns:
+        name = column.name
+        value = given[name]
         if value is not None:
             ready = _ready_view(column, value)
             arrays[name] = coerce_cells(column, value, f"{where}.{name}") if ready is None else ready
@@ -116,6 +115,25 @@ def coerce_columns(
     if mask[0]:
         raise InvalidInput(f"{where}.loss_mask[0]: True; nothing predicts a first token, so it cannot be trained")
     return arrays
+
+
+@lru_cache(maxsize=256)
+def _present(names: tuple[str, ...]) -> tuple[Column, ...] | None:
+    """Return the columns with these names in the order of `TOKEN_COLUMNS`, or None if one is unknown. Samples of a run
+    are given the same columns again and again, and walking the whole table for each took as long as checking them."""
+    given = set(names)
+    return tuple(c for c in TOKEN_COLUMNS.values() if c.name in given) if given <= TOKEN_COLUMNS.keys() else None
+
+
+def _checked_names(given: Mapping[str, object], table: Mapping[str, Column], where: str) -> tuple[Column, ...]:
+    """Return the columns that are given, in the order of the table. Raises InvalidInput for an unknown name."""
+    unknown = given.keys() - table.keys()
+    if unknown:
+        raise InvalidInput(
+            f"{where}: unknown column {sorted(unknown)[0]!r}; known are {', '.join(TOKEN_COLUMNS)}; your own go into "
+            "columns={...}"
+        )
+    return tuple(column for name, column in table.items() if name in given)
 
 
 def _check_column(column: Column, values: Cells, count: int, mask: NDArray[np.bool_], where: str) -> None:

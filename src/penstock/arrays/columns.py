@@ -260,6 +260,9 @@ def allows_all(column: Column, dtype: np.dtype[Any]) -> bool:
     return (column.nan == "any" or dtype.kind != "f") and column.above == -math.inf and column.at_most == math.inf
 
 
+_SHORT = 1 << 14
+
+
 def first_bad(column: Column, values: Array) -> tuple[int, str] | None:
     """Find the first invalid value. Returns its index and the reason, or None when all values are valid.
 
@@ -267,9 +270,12 @@ def first_bad(column: Column, values: Array) -> tuple[int, str] | None:
     """
     if len(values) == 0 or allows_all(column, values.dtype):
         return None
-    # Two reductions decide the common case at memory speed: NaN makes both NaN, and NaN fails any comparison.
-    # The ufuncs themselves: `values.min()` takes twice as long for a short array.
-    low, high = np.minimum.reduce(values, axis=None), np.maximum.reduce(values, axis=None)
+    # The extremes decide the common case at memory speed: NaN makes both NaN, and NaN fails any comparison. For a short
+    # array their positions are found in a fifth of the time of the reductions, for a long one in half as much again.
+    if values.size <= _SHORT:
+        low, high = values.item(values.argmin()), values.item(values.argmax())
+    else:  # the ufuncs themselves: `values.min()` takes longer
+        low, high = np.minimum.reduce(values, axis=None), np.maximum.reduce(values, axis=None)
     if low > column.above and high <= column.at_most and high != math.inf:
         return None
     good = (values > column.above) & (values <= column.at_most) & (values != math.inf)

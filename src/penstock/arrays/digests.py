@@ -70,8 +70,8 @@ def _column(name: str, column: Ragged) -> list[bytes]:
     octets = values.reshape(-1).view(np.uint8).data
     # The seed separates columns: equal bytes under another name, dtype or shape must give another digest.
     seed = _seed(name, column)
-    edges = (column.offsets * width).tolist()
-    return [xxhash.xxh3_128_digest(octets[a:b], seed) if b > a else b"" for a, b in pairwise(edges)]
+    edges, digest = (column.offsets * width).tolist(), xxhash.xxh3_128_digest
+    return [digest(octets[a:b], seed) if b > a else b"" for a, b in pairwise(edges)]
 
 
 def _seed(name: str, column: Ragged) -> int:

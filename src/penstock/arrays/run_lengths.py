@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from penstock.arrays.columns import Array
 
+RUNS_HEAD = 4096
+"""How many values `has_few_runs` looks at."""
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -25,12 +27,19 @@ def run_starts(values: Array) -> NDArray[np.int64]:
     """Return where each run of equal bits begins; empty for an empty array."""
     if len(values) == 0:
         return np.zeros(0, np.int64)
+    return _edges_of(values)[:-1]
+
+
+def _edges_of(values: Array) -> NDArray[np.int64]:
+    """Return where each run of equal bits begins, and where the last one ends; [0] for an empty array."""
+    if len(values) == 0:
+        return np.zeros(1, np.int64)
     bits = bit_view(values)
     changes = (bits[1:] != bits[:-1]).nonzero()[0]
-    starts = np.empty(len(changes) + 1, np.int64)
-    starts[0] = 0
-    np.add(changes, 1, out=starts[1:])
-    return starts
+    edges = np.empty(len(changes) + 2, np.int64)
+    edges[0], edges[-1] = 0, len(values)
+    np.add(changes, 1, out=edges[1:-1])
+    return edges
 
 
 def encode_runs(values: Array, starts: NDArray[np.int64] | None = None) -> tuple[Array, NDArray[np.uint32]]:
@@ -55,7 +64,7 @@ def decode_runs(run_values: Array, run_lengths: NDArray[np.uint32]) -> Array:
 
 def has_few_runs(values: Array, *, starts: NDArray[np.int64] | None = None) -> bool:
     """Guess from the start of the array whether run-length coding can pay. Pass `starts` if they are known."""
-    head = values[:4096]
+    head = values[:RUNS_HEAD]
     if starts is None:
         bits = bit_view(head)
         runs = 1 + int(np.count_nonzero(bits[1:] != bits[:-1]))
@@ -85,9 +94,7 @@ class MaskRuns:
 
     @staticmethod
     def of(mask: NDArray[np.bool_]) -> MaskRuns:
-        starts = run_starts(mask)
-        edges = np.empty(len(starts) + 1, np.int64)
-        edges[:-1], edges[-1] = starts, len(mask)
+        edges = _edges_of(mask)
         first_on = bool(len(mask)) and bool(mask[0])
         # Runs alternate, so half of them (rounded up if the first is True) are True: edges [0 3 5 9] with mask[0] True
         # have 3 runs, 2 of them True.
@@ -95,6 +102,23 @@ class MaskRuns:
             return MaskRuns(mask, edges, True, [], [])
         runs = list(pairwise(edges.tolist()))
         return MaskRuns(mask, edges, False, runs[not first_on :: 2], runs[first_on::2])
+
+    def part(self, begin: int, end: int) -> MaskRuns:
+        """Return `MaskRuns.of(mask[begin:end])`, from the runs that are known."""
+        mask = self.mask[begin:end]
+        if self.is_choppy:
+            return MaskRuns.of(mask)
+        edges = [0, *self._inside(begin, end), end - begin]
+        first_on = bool(mask[0]) if end > begin else False
+        if end == begin or (len(edges) - 1 + first_on) // 2 * 32 > end - begin:
+            return MaskRuns.of(mask)
+        runs = list(pairwise(edges))
+        return MaskRuns(mask, np.array(edges, np.int64), False, runs[not first_on :: 2], runs[first_on::2])
+
+    def _inside(self, begin: int, end: int) -> list[int]:
+        a, b = self.edges.searchsorted((begin + 1, end))
+        inside: list[int] = (self.edges[a:b] - begin).tolist()
+        return inside
 
     @property
     def has_off(self) -> bool:

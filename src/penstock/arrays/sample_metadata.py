@@ -78,7 +78,7 @@ class SampleMetadata:
     def of(samples: Samples, seq_len: int, *, drop: bool = False) -> SampleMetadata:
         """Compute the metadata of samples truncated at `seq_len`. With `drop`, longer samples keep nothing."""
         lengths = samples.lengths
-        if not len(lengths) or int(lengths.max()) <= seq_len:  # nothing is cut, the usual case
+        if not len(lengths) or lengths.item(lengths.argmax()) <= seq_len:  # nothing is cut, the usual case
             kept, trained = lengths, samples.loss_tokens
         else:
             kept = np.where(lengths > seq_len, 0, lengths) if drop else kept_lengths(samples, seq_len)
@@ -94,7 +94,7 @@ class SampleMetadata:
             modality=modality,
             stub=stub,
             stub_patches=stub_patches,
-            has={name: column.lengths > 0 for name, column in samples.columns.items()},
+            has=_has(samples),
             shapes=shapes_of(samples),
             own=samples.own,
             ids=samples.ids,
@@ -133,9 +133,14 @@ class SampleMetadata:
         """
         modes = ALL_OR_NONE[name]
         asked = self.kept_loss_tokens > 0
-        if not set(self.mode) <= set(modes):
+        if not set(self.mode).issubset(modes):
             asked &= np.fromiter((mode in modes for mode in self.mode), np.bool_, len(self))
         return asked & ~self.has[name] if name in self.has else asked
+
+
+def _has(samples: Samples) -> dict[str, NDArray[np.bool_]]:
+    offsets, full = samples.offsets, samples.lengths > 0
+    return {name: full if column.offsets is offsets else column.lengths > 0 for name, column in samples.columns.items()}
 
 
 def shapes_of(samples: Samples) -> dict[str, Shape]:
@@ -170,8 +175,13 @@ def cut(length: int, seq_len: int, spans: Sequence[ImageSpan]) -> int:
 
 def _term_tokens(samples: Samples, kept: NDArray[np.int64], trained: NDArray[np.int64]) -> NDArray[np.int64]:
     modes = samples.text["mode"]
-    weighs = [_WEIGHS[modes[0]]] if len(set(modes)) == 1 else [_WEIGHS[mode] for mode in modes]
-    out = np.array(weighs, np.int64).reshape(-1, len(WEIGHTS)) * trained[:, None]
+    if len(set(modes)) == 1:
+        out = np.zeros((len(modes), len(WEIGHTS)), np.int64)
+        for term, weight in enumerate(_WEIGHS[modes[0]]):
+            if weight:
+                out[:, term] = trained
+    else:
+        out = np.array([_WEIGHS[mode] for mode in modes], np.int64).reshape(-1, len(WEIGHTS)) * trained[:, None]
     mask = samples.columns["loss_mask"]
     for term, name in enumerate(WEIGHTS):
         column = samples.columns.get(name)

@@ -105,19 +105,27 @@ class Inbox:
     """Answers to the requests of one conversation. Another thread fills it."""
 
     def __init__(self) -> None:
-        self._ready = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
         self._answers: list[tuple[int, Answer]] = []
         self._error: BaseException | None = None
+        # Locked while there is nothing to take. One conversation waits, so this does what a condition would do, which
+        # makes a lock for each wait and takes its own once more before it returns.
+        self._nothing = threading.Lock()
+        self._nothing.acquire()
+        self._is_released = False
+        """Whether `put` has released it since the last `_take`."""
         self._wake: Callable[[], object] | None = None
         """Wakes the task that waits, if one does."""
 
     def put(self, answers: Sequence[tuple[int, Answer]] = (), error: BaseException | None = None) -> None:
         """Add answers by ticket, or the error that ends the connection."""
-        with self._ready:
+        with self._lock:
             self._answers += answers
             self._error = self._error or error
             wake, self._wake = self._wake, None
-            self._ready.notify()
+            if self._has_any() and not self._is_released:
+                self._is_released = True
+                self._nothing.release()
         if wake is not None:
             with suppress(RuntimeError):  # its event loop was closed meanwhile
                 wake()
@@ -128,6 +136,9 @@ class Inbox:
 
     def _take(self) -> list[tuple[int, Answer]]:
         answers, self._answers = self._answers, []
+        if self._is_released and self._error is None:
+            self._nothing.acquire(blocking=False)  # it is taken already if `block` waited for it
+            self._is_released = False
         if not answers and self._error is not None:
             raise self._error
         return answers
@@ -136,8 +147,9 @@ class Inbox:
         return bool(self._answers) or self._error is not None
 
     def block(self, seconds: float) -> list[tuple[int, Answer]]:
-        with self._ready:
-            self._ready.wait_for(self._has_any, seconds)
+        if self._error is None:  # an error stays: no wait after it
+            self._nothing.acquire(timeout=seconds)
+        with self._lock:
             return self._take()
 
     async def suspend(self, seconds: float) -> list[tuple[int, Answer]]:
@@ -145,12 +157,12 @@ class Inbox:
 
         loop = asyncio.get_running_loop()
         arrived = loop.create_future()
-        with self._ready:
+        with self._lock:
             if self._has_any():
                 return self._take()
             self._wake = partial(loop.call_soon_threadsafe, _finish, arrived)
         await asyncio.wait([arrived], timeout=seconds)
-        with self._ready:
+        with self._lock:
             self._wake = None
             return self._take()
 

@@ -141,6 +141,7 @@ class _Assembly:
         self._offsets = offsets_of(self._lengths)
         self._columns: dict[str, Ragged] = {}
         self._masks: dict[int, MaskRuns] = {}
+        self._runs: MaskRuns | None = None
         self._trained_tokens: NDArray[np.int64] | None = None
 
     def samples(self) -> Samples:
@@ -230,7 +231,9 @@ class _Assembly:
             if np.count_nonzero(self._trained_tokens != self._loss_tokens):
                 raise CorruptFrame("frame: the loss tokens in the header are not those of the mask")
         if k not in self._masks:
-            self._masks[k] = MaskRuns.of(mask[pick.begin : pick.end])
+            if self._runs is None:
+                self._runs = MaskRuns.of(mask)
+            self._masks[k] = self._runs.part(pick.begin, pick.end)
         return self._masks[k]
 
     def _shared(self, lengths: NDArray[np.int64]) -> Offsets:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from collections import Counter
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -30,6 +30,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from penstock.arrays import (
+    RUNS_HEAD,
     WIDTHS,
     Array,
     MaskRuns,
@@ -60,9 +61,14 @@ FEW = 64
 NAMES = ("raw", "constant", "runs", "narrow", "sparse", "planes", "packed", "deltas", "flat")
 _LETTERS = {8: "B", 16: "H", 32: "I"}
 """Bits of a low plane -> letter of `struct`."""
-_U4 = np.dtype("<u4")
+_SHORT = 1 << 14
+_U4, _I8 = np.dtype("<u4"), np.dtype("<i8")
 _OCTETS = (RAW, CONSTANT, PLANES)
 """Codings whose bytes become values directly. Bools in them are read as bytes first."""
+
+
+_ALTERNATING = [np.arange(start, start + FEW) % 2 == 1 for start in (0, 1)]
+"""Values of a mask's runs, by its first one."""
 
 
 class Writer:
@@ -117,6 +123,11 @@ class Writer:
         found = self._few(values, _U4) if 0 < len(values) <= FEW else None
         return self.write(np.array(values, _U4)) if found is None else found
 
+    def counts(self, values: list[int]) -> Block:
+        """Write numbers below 2**32 like `write` of an int64 array."""
+        found = self._few(values, _I8) if 0 < len(values) <= FEW else None
+        return self.write(np.array(values, _I8)) if found is None else found
+
     def _few(self, values: list[int], dtype: np.dtype[Any]) -> Block | None:
         """Do what `write` does for the few integers of a head, one per sample: the same bytes without a dozen numpy
         calls. Returns None for numbers that do not fit 32 bits.
@@ -153,9 +164,24 @@ class Writer:
     def write_mask(self, trained: MaskRuns) -> Block:
         """Write a mask whose runs are known. The bytes equal those of `write(trained.mask)`."""
         starts, mask = trained.edges[:-1], trained.mask
+        if 0 < len(starts) <= FEW and len(mask) >= 2:
+            return self._few_runs(mask, trained.edges.tolist())
         if len(mask) < 2 or not has_few_runs(mask, starts=starts):
             return self.write(mask)
         return self._runs_if_cheaper(mask, starts) or self._narrow(mask.astype(np.uint32))
+
+    def _few_runs(self, mask: NDArray[np.bool_], edges: list[int]) -> Block:
+        """Do what `write_mask` does for a mask of few runs: the same bytes without numpy."""
+        runs, head = len(edges) - 1, min(len(mask), RUNS_HEAD)
+        if bisect_left(edges, head, 0, runs) * 4 > head + 64:  # as in `has_few_runs`
+            return self.write(mask)
+        first = mask[:1].tobytes()
+        if runs == 1:
+            return self.plain(CONSTANT, 0, first)
+        if runs * 16 >= len(mask):  # as in `_runs_if_cheaper`
+            return self._narrow(mask.astype(np.uint32))
+        self.add(first)
+        return Block(RUNS, runs, (), (self._narrow_few([b - a for a, b in pairwise(edges)]),))
 
     def _write_trained(self, values: Array, trained: MaskRuns) -> Block:
         first = values[trained.on[0][0] : trained.on[0][1]] if trained.on else values[:0]
@@ -183,7 +209,8 @@ class Writer:
         return Block(RUNS, len(run_lengths), (), (self._narrow(run_lengths),))
 
     def _integers(self, values: Array) -> Block:
-        largest = int(values.max())
+        # `argmax` takes a third of the time of `max` for a short array, and more for a long one.
+        largest = values.item(values.argmax()) if len(values) < _SHORT else int(values.max())
         if largest >= 2**32 or (values.dtype.kind == "i" and int(values.min()) < 0):
             return self._raw(values)
         return self._narrow(values.astype(np.uint32, copy=False), largest)
@@ -256,6 +283,14 @@ class Writer:
         return self.plain(RAW, 0, values)
 
 
+@cache
+def counted(count: int) -> tuple[Block, bytes]:
+    """Return the block and the bytes of the numbers from 0, of up to `FEW`: the codes of strings that all differ."""
+    head = Writer("fast", align=False)
+    codes = head.integers(list(range(count)))
+    return codes, b"".join(head.pieces)
+
+
 class Reader:
     """Reads a section's buffers in the order they were written, and checks every size."""
 
@@ -263,7 +298,7 @@ class Reader:
         self.section = section
         self.at = 0
         self.align = align
-        self.used: Counter[str] = Counter()
+        self.used: dict[str, int] = {}
         """Bytes read so far, by purpose."""
 
     def bytes(self, size: int, what: str) -> memoryview:
@@ -274,6 +309,15 @@ class Reader:
         self.used[what] = self.used.get(what, 0) + size
         self.at = -(-end // ALIGN) * ALIGN if self.align else end
         return view
+
+    def skip(self, expected: Buffer, what: str) -> bool:
+        """Move behind these bytes if they come next. Returns whether they do."""
+        end = self.at + len(expected)
+        if self.align or self.section[self.at : end] != expected:
+            return False
+        self.used[what] = self.used.get(what, 0) + len(expected)
+        self.at = end
+        return True
 
     def finish(self, what: str) -> None:
         """Check that the section is used up, except for the padding that aligns the next one."""
@@ -353,6 +397,8 @@ class Reader:
 
     def read_number(self, block: Block, what: str) -> int:
         """Do what `read` does for one number below 2**32."""
+        if block.coding == NARROW and block.arg in (1, 2, 4, 8):  # one byte: most lengths of names
+            return self.bytes(1, what)[0] & (1 << block.arg) - 1
         return self.integers(block, _U4, 1, what)[0]
 
     def read_rows(
@@ -409,7 +455,8 @@ class Reader:
         if alternating:
             first = bit_view(values)[0]
             # Only the first value is stored; runs alternate. Runs 0 1 2 with first True are True False True.
-            values = ((np.arange(runs) + (first != 0)) % 2).astype(np.bool_)
+            values = _ALTERNATING[int(first != 0)]
+            values = values[:runs] if runs <= FEW else np.resize(values, runs)
         return decode_runs(values, lengths)
 
     def _read_sparse(self, block: Block, dtype: np.dtype[Any], count: int, what: str, trained: MaskRuns) -> Array:

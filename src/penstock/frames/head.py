@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -41,7 +42,7 @@ from penstock.arrays import (
     table_with,
 )
 from penstock.errors import ConfigError, CorruptFrame, InvalidInput
-from penstock.frames.codings import CONSTANT, FEW, Reader
+from penstock.frames.codings import CONSTANT, FEW, Reader, counted
 from penstock.frames.layout import (
     TEXTS,
     Block,
@@ -71,6 +72,7 @@ DEFAULT_LIMITS = Limits()
 ANY_SIZE = Limits(max_samples=1 << 31, max_tokens=1 << 40, max_bytes=1 << 50)
 """For a step: the plane built it, and each of its groups was checked before."""
 _U4, _I8 = np.dtype("<u4"), np.dtype("<i8")
+_NEEDED = frozenset(TEXTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +120,7 @@ def read_head(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Head:
     return parse_head(sections, limits)[0]
 
 
-def parse_head(sections: Sections, limits: Limits) -> tuple[Head, Counter[str]]:
+def parse_head(sections: Sections, limits: Limits) -> tuple[Head, dict[str, int]]:
     """Return the head of a frame that was split, and the number of bytes of each part of it."""
     header = parse_header(sections.header)
     _check_limits(header, limits)
@@ -128,11 +130,11 @@ def parse_head(sections: Sections, limits: Limits) -> tuple[Head, Counter[str]]:
     reader = Reader(sections.head, align=False)
     lengths, loss_tokens, versions = _read_counts(reader, header)
     text = {spec.name: _read_text(reader, spec, len(lengths)) for spec in header.text}
-    missing = set(TEXTS) - text.keys()
-    if missing:
-        raise CorruptFrame(f"frame: text column {sorted(missing)[0]!r} is missing")
-    for name in TEXT_COLUMNS.keys() - text.keys():
-        text[name] = ("",) * len(lengths)
+    if not text.keys() >= _NEEDED:
+        raise CorruptFrame(f"frame: text column {sorted(_NEEDED - text.keys())[0]!r} is missing")
+    for name in TEXT_COLUMNS:
+        if name not in text:
+            text[name] = ("",) * len(lengths)
     # Keyword arguments are evaluated in this order, which must be the order of the file: each read moves the reader.
     head = Head(
         header=header,
@@ -235,7 +237,8 @@ def _read_counts(reader: Reader, header: Header) -> tuple[NDArray[np.int64], NDA
     # Bound each length before summing: an int64 sum can wrap around to any value.
     if n and not 1 <= low <= high <= num_tokens:
         raise CorruptFrame(f"frame: samples of {low} to {high} tokens in {num_tokens}")
-    if int(np.add.reduce(lengths)) != num_tokens:
+    total = sum(lengths.tolist()) if n <= FEW else int(np.add.reduce(lengths))
+    if total != num_tokens:
         raise CorruptFrame(f"frame: lengths add up to {int(lengths.sum())} of {num_tokens} tokens")
     loss_tokens, _, _ = _counts(reader, header.loss_tokens, n, "loss_tokens")
     if np.count_nonzero(loss_tokens >= lengths):
@@ -275,30 +278,49 @@ def _read_text(reader: Reader, spec: TextBlock, n: int) -> tuple[str, ...]:
         return _read_same_text(reader, spec, n)
     lengths = reader.integers(spec.lengths, _U4, spec.num_distinct, spec.name)
     blob = bytes(reader.bytes(spec.num_bytes, spec.name))
-    codes = reader.integers(spec.codes, _U4, n, spec.name)
+    codes = _read_codes(reader, spec, n)
     ends = list(accumulate(lengths, initial=0))
-    if ends[-1] != len(blob) or max(codes, default=-1) >= spec.num_distinct:
+    if ends[-1] != len(blob) or (codes is not None and max(codes, default=-1) >= spec.num_distinct):
         raise CorruptFrame(f"{spec.name}: {ends[-1]} of {len(blob)} bytes, {spec.num_distinct} strings")
-    try:
-        distinct = [blob[a:b].decode() for a, b in pairwise(ends)]
-    except UnicodeDecodeError as error:
-        raise CorruptFrame(f"{spec.name}: {error}") from None
+    if blob.isascii():  # cut as text: a string per byte is a place per byte
+        text = blob.decode()
+        distinct = [text[a:b] for a, b in pairwise(ends)]
+    else:
+        try:
+            distinct = [blob[a:b].decode() for a, b in pairwise(ends)]
+        except UnicodeDecodeError as error:
+            raise CorruptFrame(f"{spec.name}: {error}") from None
     _check_text(spec.name, distinct)
-    return tuple([distinct[code] for code in codes])
+    return tuple(distinct) if codes is None else tuple([distinct[code] for code in codes])
+
+
+def _read_codes(reader: Reader, spec: TextBlock, n: int) -> list[int] | None:
+    """Return the index of each sample's string, or None where they all differ, as ids do."""
+    if spec.num_distinct == n <= FEW:
+        block, planes = counted(n)
+        if spec.codes == block and reader.skip(planes, spec.name):
+            return None
+    return reader.integers(spec.codes, _U4, n, spec.name)
 
 
 def _read_same_text(reader: Reader, spec: TextBlock, n: int) -> tuple[str, ...]:
     """Do what `_read_text` does for the usual case that all samples have the same text."""
     length = reader.read_number(spec.lengths, spec.name)
     blob = bytes(reader.bytes(spec.num_bytes, spec.name))
-    if length != len(blob) or any(reader.bytes(4, spec.name)):
+    if length != len(blob) or reader.bytes(4, spec.name) != bytes(4):
         raise CorruptFrame(f"{spec.name}: {length} of {len(blob)} bytes, 1 string")
+    return (_one_text(spec.name, blob),) * n
+
+
+@lru_cache(maxsize=64)
+def _one_text(name: str, blob: bytes) -> str:
+    """Decode and check one string. Most (env, run, mode) are those of the frame before."""
     try:
         value = blob.decode()
     except UnicodeDecodeError as error:
-        raise CorruptFrame(f"{spec.name}: {error}") from None
-    _check_text(spec.name, (value,))
-    return (value,) * n
+        raise CorruptFrame(f"{name}: {error}") from None
+    _check_text(name, (value,))
+    return value
 
 
 def _check_text(name: str, distinct: Sequence[str]) -> None:

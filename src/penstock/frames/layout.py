@@ -185,6 +185,13 @@ def front_size(prefix: Buffer) -> int:
     return PREFIX_SIZE + header_size + head_size
 
 
+def front_and_frame_size(prefix: Buffer) -> tuple[int, int]:
+    """Return `front_size` and `frame_size`."""
+    header_size, head_size, body_size = read_sizes(prefix)
+    front = PREFIX_SIZE + header_size + head_size
+    return front, front + body_size
+
+
 def read_sizes(prefix: Buffer) -> tuple[int, int, int]:
     """Return the bytes of (header, head, body) of the frame that begins with these bytes (at least 48)."""
     return _read_prefix(memoryview(prefix))[:3]

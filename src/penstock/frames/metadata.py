@@ -264,7 +264,7 @@ def metadata_of(
     """
     _check_names(group, samples)
     table = SampleMetadata.of(samples, seq_len, drop=drop)
-    if not drop and not table.kept.all():
+    if not drop and np.count_nonzero(table.kept) < len(table):
         name = samples.ids[int(table.kept.argmin())]
         raise InvalidInput(
             f"group {group!r}: sample {name!r} begins with an image that does not fit seq_len {seq_len}; "
@@ -433,12 +433,13 @@ def _kinds(group: str, table: SampleMetadata, *, is_partial: bool) -> dict[str, 
             found[name] = WITH
             continue
         lacking = table.lacking(name)
-        if have and lacking.any() and not is_partial:
+        lack = np.count_nonzero(lacking)  # a fifth of the time of `any`
+        if have and lack and not is_partial:
             raise InvalidInput(
                 f"group {group!r}: sample {table.ids[int(lacking.argmax())]!r} has no {name}, which {have} other "
                 f"samples have; record them for all trained samples of mode {' or '.join(modes)}, or for none"
             )
-        if have or lacking.any():
+        if have or lack:
             found[name] = WITH if have else WITHOUT
     found |= {name: repr(column.described()) for name, column in table.own.items()}
     return found | {name: f"{dtype}{list(sizes)}" for name, (dtype, sizes) in table.shapes.items()}

@@ -132,7 +132,9 @@ class Part:
             # Reading many samples and the gaps between them in one call costs less than one call each. The bytes of
             # the gaps are only there if the complete frame was read, or ranges were joined; otherwise fetch raises.
             with suppress(CorruptFrame):
-                near = merged(pairs, NEAR)
+                begin, end = min(pairs)[0], max([b for _, b in pairs])
+                # Of a small frame all rows are near one another, without looking at each gap.
+                near = [(begin, end)] if end - begin <= NEAR else merged(pairs, NEAR)
                 return near, [read(fetch, a, b) for a, b in near]
         spans = merged(pairs)
         return spans, [read(fetch, a, b) for a, b in spans]

@@ -10,7 +10,7 @@ are stored there.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,15 +49,71 @@ def find_prefixes(token_ids: NDArray[np.uint32], offsets: Offsets) -> Prefixes:
     count = len(offsets) - 1
     parents, shared = [-1] * count, [0] * count
     edges: list[int] = offsets.tolist()
-    alike: defaultdict[bytes, list[int]] = defaultdict(list)
+    alike: dict[bytes, _Siblings] = {}
     items = token_ids.data  # one item of a memoryview costs a fifth of numpy's
-    long_enough = (offsets[1:] - offsets[:-1] >= MIN_SHARED).nonzero()[0]
-    for i in long_enough.tolist():
-        known = alike[token_ids[edges[i] : edges[i] + MIN_SHARED].tobytes()]
-        if known:
-            parents[i], shared[i] = _longest(token_ids, items, edges, i, known, shared[known[-1]])
-        known.append(i)
+    for i in range(count):
+        start, end = edges[i], edges[i + 1]
+        if end - start < MIN_SHARED:
+            continue
+        key = token_ids[start : start + MIN_SHARED].tobytes()
+        found = alike.get(key)
+        if found is None:
+            alike[key] = _Siblings(i)
+            continue
+        guess = found.guess
+        # One comparison of memory instead of the search below, which would find the same.
+        if (
+            0 < guess < end - start
+            and found.is_usual(token := items[start + guess])
+            and token_ids[start : start + guess].tobytes() == found.prefix
+        ):
+            parents[i], shared[i] = found.known[-1], guess
+            found.known.append(i)
+            found.recent.append(token)
+            continue
+        parents[i], shared[i] = _longest(token_ids, items, edges, i, found.known, shared[found.known[-1]])
+        found.add(i, shared[i], token_ids, items, edges)
     return Prefixes(np.array(parents, np.int64), np.array(shared, np.int64))
+
+
+class _Siblings:
+    """Samples with the same beginning. All answers to a prompt diverge at the same position, so the last sample's
+    shared length is tried first."""
+
+    __slots__ = ("first", "guess", "known", "prefix", "recent")
+
+    def __init__(self, i: int) -> None:
+        self.known = [i]
+        self.guess = 0
+        """What the last sample shares with its parent."""
+        self.prefix = b""
+        """These tokens."""
+        self.first: int | None = None
+        """The first sample's token after as many; None where it is shorter."""
+        self.recent: deque[int | None] = deque(maxlen=_RECENT)
+        """The same of the latest samples."""
+
+    def is_usual(self, token: int) -> bool:
+        """Return whether a sample that continues with this token after `prefix` has the last sample as its parent:
+        no candidate of `_longest` continues with the same token."""
+        return self.recent[-1] is not None and token != self.first and token not in self.recent
+
+    def add(self, i: int, shared: int, token_ids: NDArray[np.uint32], items: memoryview, edges: list[int]) -> None:
+        """Add a sample that `_longest` looked at."""
+        self.known.append(i)
+        self.guess = shared
+        if shared:
+            start = edges[i]
+            self.prefix = token_ids[start : start + shared].tobytes()
+            self.first = _item(items, edges, self.known[0], shared)
+            self.recent.clear()
+            self.recent.extend([_item(items, edges, k, shared) for k in self.known[-_RECENT:]])
+
+
+def _item(items: memoryview, edges: list[int], i: int, at: int) -> int | None:
+    """Return a token of a sample, or None where it is shorter."""
+    found: int | None = items[edges[i] + at] if edges[i] + at < edges[i + 1] else None
+    return found
 
 
 def _longest(

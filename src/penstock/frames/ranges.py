@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ from penstock.arrays import Array, MaskRuns, Offsets, Ragged, lists_of, offsets_
 from penstock.errors import CorruptFrame
 from penstock.frames.codings import DELTAS, RAW, SPARSE
 from penstock.frames.head import DEFAULT_LIMITS, Head, Limits, parse_head
-from penstock.frames.layout import ALIGN, Block, Buffer, ColumnBlock, frame_size, front_size, split
+from penstock.frames.layout import ALIGN, Block, Buffer, ColumnBlock, front_and_frame_size, split
 from penstock.frames.parts import Fetch, Part, Range, merged
 from penstock.frames.prefixes import Prefixes
 
@@ -45,7 +44,9 @@ class Pieces:
     def __init__(self, ranges: Sequence[Range], buffers: Sequence[Buffer]) -> None:
         if len(ranges) != len(buffers):
             raise CorruptFrame(f"frame: {len(buffers)} buffers for {len(ranges)} ranges")
-        found = sorted(zip(ranges, (memoryview(buffer) for buffer in buffers), strict=True), key=lambda one: one[0])
+        found = [(one, memoryview(buffer)) for one, buffer in zip(ranges, buffers, strict=True)]
+        if len(found) > 1:
+            found.sort(key=lambda one: one[0])
         for (a, b), view in found:
             if view.nbytes != b - a:
                 raise CorruptFrame(f"frame: {view.nbytes} bytes were read of the range {a} to {b}")
@@ -65,6 +66,8 @@ class RangedColumn:
 
     def __init__(self, spec: ColumnBlock, head: Head, at: int, *, after_mask: bool) -> None:
         self.spec = spec
+        self._listed: list[int] | None = None
+        self._listed_tree: tuple[list[int], list[int], list[int]] | None = None
         dtype = np.dtype(spec.dtype)
         first = spec.values if spec.counts is None else spec.counts
         self.lengths, self.starts, self.prefixes = _rows_held(spec, head)
@@ -72,7 +75,8 @@ class RangedColumn:
         self.is_sparse = first.coding == SPARSE
         """Whether only trained tokens are stored; all others are zero."""
         if self.is_sparse:
-            first, self.starts = _trained_only(spec, first, head, after_mask=after_mask), offsets_of(head.loss_tokens)
+            self.starts = offsets_of(head.loss_tokens)
+            first = _trained_only(spec, first, int(self.starts[-1]), after_mask=after_mask)
         count = int(self.starts[-1])
         self.counts: Part | None = None
         """Of a column of lists: the part with the lengths of the lists."""
@@ -90,10 +94,13 @@ class RangedColumn:
             values = values.parts[0]
         self.part = Part.place(spec.name, values, dtype, spec.num_items, self.counts.next)
 
-    @cached_property
+    @property
     def _edges(self) -> list[int]:
-        edges: list[int] = self.starts.tolist()
-        return edges
+        # Not `cached_property`, which takes a lock at every first use.
+        found = self._listed
+        if found is None:
+            found = self._listed = self.starts.tolist()
+        return found
 
     def pairs(self, rows: Sequence[int]) -> list[Range]:
         """Return the stored rows of these samples, in their order. Adjacent ones are joined, to be read and copied as
@@ -101,18 +108,26 @@ class RangedColumn:
         """
         edges = self._edges
         out: list[Range] = []
+        last = -1
         for i in rows:
             for a, b in ((edges[i], edges[i + 1]),) if self.prefixes is None else self._with_ancestors(i):
-                if out and out[-1][1] == a:
+                if a == last:
                     out[-1] = (out[-1][0], b)
                 elif b > a:
                     out.append((a, b))
+                else:
+                    continue
+                last = b
         return out
 
-    @cached_property
+    @property
     def _tree(self) -> tuple[list[int], list[int], list[int]]:
-        assert self.prefixes is not None
-        return self.prefixes.parents.tolist(), self.prefixes.shared.tolist(), self.lengths.tolist()
+        found = self._listed_tree
+        if found is None:
+            assert self.prefixes is not None
+            parents, shared = self.prefixes.parents.tolist(), self.prefixes.shared.tolist()
+            found = self._listed_tree = parents, shared, self.lengths.tolist()
+        return found
 
     def _with_ancestors(self, i: int) -> list[Range]:
         """Return what a sample's ancestors store of it, then its own part.
@@ -122,6 +137,10 @@ class RangedColumn:
         leaves tokens behind and the walk ends.
         """
         parents, shared, lengths = self._tree
+        count, parent = shared[i], parents[i]
+        if count and not shared[parent]:  # the usual tree: all samples branch off one of them
+            begin, own_part = self._edges[parent], (self._edges[i], self._edges[i + 1])
+            return [(begin, begin + count), own_part] if lengths[i] > count else [(begin, begin + count)]
         own, end = [], lengths[i]
         while True:
             # `first` is where token 0 of sample i would lie if its own rows began with it: 5 - 3 = 2 above, so token 3
@@ -213,9 +232,8 @@ class RangedFrame:
     """
 
     def __init__(self, front: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> None:
-        self.front_size = front_size(front)
-        self.size = frame_size(front)
-        """Bytes of the frame, front and body."""
+        self.front_size, self.size = front_and_frame_size(front)
+        """Bytes of the front, and of the frame: front and body."""
         self.head, _ = parse_head(split(front, whole=False), limits)
         self.columns: dict[str, RangedColumn] = {}
         """The columns of the body."""
@@ -237,7 +255,11 @@ class RangedFrame:
 
     def rows(self, rows: Sequence[int] | NDArray[np.integer]) -> list[int]:
         """Return the rows as a list. Raises CorruptFrame for a row that the frame does not have."""
-        found: list[int] = np.asarray(rows, np.intp).tolist()
+        found: list[int]
+        if isinstance(rows, tuple) and all(type(row) is int for row in rows):  # those of picks
+            found = list(rows)
+        else:
+            found = np.asarray(rows, np.intp).tolist()
         if found and not 0 <= min(found) <= max(found) < len(self):
             raise CorruptFrame(f"frame: asked for sample {max(found)} of {len(self)}; the front is of another frame")
         return found
@@ -276,9 +298,8 @@ def _rows_held(spec: ColumnBlock, head: Head) -> tuple[NDArray[np.int64], Offset
     return head.lengths, offsets_of(head.lengths - head.prefixes.shared), head.prefixes.shortened()
 
 
-def _trained_only(spec: ColumnBlock, block: Block, head: Head, *, after_mask: bool) -> Block:
-    """Return the block that holds the values on trained tokens."""
-    trained = int(head.loss_tokens.sum())
+def _trained_only(spec: ColumnBlock, block: Block, trained: int, *, after_mask: bool) -> Block:
+    """Return the block that holds the values on trained tokens, of which there are that many."""
     if spec.rows is not None or spec.shares_prefixes or not after_mask:
         raise CorruptFrame(f"{spec.name}: values on trained tokens only, in a column that cannot have them")
     if block.arg != trained or len(block.parts) != 1:

@@ -41,7 +41,7 @@ def decode(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> Samples:
 def describe(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> tuple[Head, Samples, Counter[str]]:
     """Return a frame's head, its samples, and how many bytes each part of it takes."""
     sections = split(data)
-    head, used = parse_head(sections, limits)
+    head, of_head = parse_head(sections, limits)
     check_body(sections)
     reader, offsets = Reader(sections.body, align=True), head.offsets
     stored, trained = _read_body(head, offsets, reader)
@@ -50,8 +50,9 @@ def describe(data: Buffer, *, limits: Limits = DEFAULT_LIMITS) -> tuple[Head, Sa
     if trained is not None:
         samples.trained = trained
     check_values(samples, head.loss_tokens)
+    used = Counter(of_head)
     used["header"] = len(sections.header) + PREFIX_SIZE
-    return head, samples, used + reader.used
+    return head, samples, used + Counter(reader.used)
 
 
 def open_stored(

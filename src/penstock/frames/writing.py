@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays import TEXT_COLUMNS, Array, Column, MaskRuns, Pieced, Ragged, Sample, Samples, bit_view
 from penstock.errors import ConfigError
-from penstock.frames.codings import CONSTANT, SPARSE, Profile, Writer, is_wide
+from penstock.frames.codings import CONSTANT, FEW, SPARSE, Profile, Writer, counted, is_wide
 from penstock.frames.head import digest_of
 from penstock.frames.layout import (
     FIRST_COLUMNS,
@@ -94,6 +94,7 @@ def frame_pieces(
 ) -> list[Buffer]:
     """Build a frame in pieces. Columns in `gathered` are taken from there, the others from the batch."""
     head, body = Writer(profile, align=False), Writer(profile, align=True)
+    batch.find_loss_tokens()
     lengths, loss_tokens = head.write(batch.lengths), head.write(batch.loss_tokens)
     policy_versions = head.write(batch.policy_versions)
     text = tuple(_text(name, batch.text[name], head) for name in _texts(batch))
@@ -101,8 +102,8 @@ def frame_pieces(
     shared_by: list[int] = prefixes.shared.tolist()
     if any(shared_by):
         # Parents are written as a distance, a small number: sample 7 with parent 5 writes 2, and 0 means none.
-        back = np.where(prefixes.parents < 0, 0, np.arange(len(batch)) - prefixes.parents)
-        parents, shared = head.write(back), head.write(prefixes.shared)
+        back = [0 if parent < 0 else i - parent for i, parent in enumerate(prefixes.parents.tolist())]
+        parents, shared = head.counts(back), head.counts(shared_by)
     names = [name for name in batch.table if name in batch.columns or name in gathered]
     per_sample = [name for name in names if name not in gathered and _is_per_sample(name, batch)]
     head_columns = tuple(_sparse_rows(n, batch, head, head) for n in per_sample)
@@ -169,7 +170,12 @@ def _text(name: str, values: tuple[str, ...], head: Writer) -> TextBlock:
     encoded = [value.encode() for value in distinct]
     lengths = head.integers(list(map(len, encoded)))
     num_bytes = head.add(b"".join(encoded))[0]
-    return TextBlock(name, len(distinct), lengths, num_bytes, head.integers([distinct[value] for value in values]))
+    if len(distinct) == len(values) <= FEW:  # ids
+        codes, planes = counted(len(values))
+        head.add(planes)
+    else:
+        codes = head.integers([distinct[value] for value in values])
+    return TextBlock(name, len(distinct), lengths, num_bytes, codes)
 
 
 def _same_text(name: str, values: tuple[str, ...], head: Writer) -> TextBlock:
