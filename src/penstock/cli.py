@@ -48,6 +48,8 @@ GROUPS = {
     },
 }
 """Commands with their summaries, by what one wants to do."""
+_LONGEST = 4000
+"""Characters of an error that are printed. Messages quote values, and a file may hold one of any length."""
 COMMANDS = {name: summary for commands in GROUPS.values() for name, summary in commands.items()}
 
 
@@ -126,7 +128,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _shown(text: str) -> str:
-    """Escape control characters, except newlines: errors quote names and ids that others chose."""
+    """Escape control characters, except newlines: errors quote names and ids that others chose. Cut long text."""
+    if len(text) > _LONGEST:
+        text = (
+            f"{text[: _LONGEST // 2]} ... ({len(text) - _LONGEST:,} characters left out) ... {text[-_LONGEST // 2 :]}"
+        )
     return "\n".join(map(printable, text.split("\n")))
 
 

@@ -397,3 +397,11 @@ def test_a_list_that_was_never_opened_is_unknown(plane: ps.Plane) -> None:
     tasks._prompts = None
     with pytest.raises(UnknownKey, match=r"list 'other': not known here; open it with plane\.tasks"):
         next(iter(tasks))
+
+
+def test_no_list_of_prompts_at_all_says_what_to_give() -> None:
+    with (
+        ps.open("memory:", ranks=1, seq_len=16, groups_per_step=1) as plane,
+        pytest.raises(InvalidInput, match="prompts: None; give a list of prompts"),
+    ):
+        plane.tasks(None)  # type: ignore[arg-type]

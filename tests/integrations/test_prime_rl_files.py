@@ -133,7 +133,10 @@ def test_sampling_masks_and_routing_are_bytes_as_prime_rl_has_them() -> None:
             lambda b: msgspec.msgpack.encode([msgspec.structs.replace(b, advantages=[1.0])]),
             "advantages: 1 values for 5",
         ),
-        (lambda b: msgspec.msgpack.encode([msgspec.structs.replace(b, sequence_lengths=[9])]), "sequences of 9 tokens"),
+        (
+            lambda b: msgspec.msgpack.encode([msgspec.structs.replace(b, sequence_lengths=[9])]),
+            "sequence of 9 tokens for 5 ids",
+        ),
         (
             lambda b: msgspec.msgpack.encode([msgspec.structs.replace(b, routed_experts=(b"", [5, 0, 0], "O"))]),
             "routed_experts: dtype 'O'; must be one of uint8",

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import xxhash
 
 from penstock.errors import CorruptFile, InvalidInput, StorageError, UnknownKey
 from penstock.replay import (
@@ -26,6 +27,7 @@ from penstock.replay import (
     Uniform,
 )
 from penstock.replay.selector import Role
+from penstock.replay.table_checkpoint import _TAIL, MAGIC
 
 ALL: list[Selector] = [
     Fifo(), Lifo(), Uniform(), Prioritized(0.6), MinPriority(), MaxPriority(), Freshest(), Freshest(2)
@@ -257,3 +259,36 @@ def test_bytes_are_what_a_file_holds(tmp_path: Path) -> None:
     assert again.sample(4).keys.tolist() == table.sample(4).keys.tolist()
     with pytest.raises(CorruptFile, match="bytes of a table"):
         Table.restore(data[:-1])
+
+
+@pytest.mark.parametrize(
+    ("way", "value"),
+    [
+        (("settings", "sampler"), -1),
+        (("settings", "sampler", 0), []),
+        (("settings",), {}),
+        (("rng", "state"), -1),
+        (("rng", "has_uint32"), 2**63 - 1),
+        (("sections", 0, "dtype"), "x"),
+        (("sections", 0, "dtype"), "i1,,"),
+        (("sections", 0, "dtype"), "|O"),
+        (("sections", 0, "dtype"), "<M8[s]"),
+        (("sections", 0, "shape"), [2**62, 4]),
+        (("format",), None),
+    ],
+)
+def test_a_footer_that_says_something_odd_behind_its_checksum_is_corrupt(
+    tmp_path: Path, way: tuple[Any, ...], value: Any
+) -> None:
+    path = tmp_path / "table"
+    small_table(sampler=Prioritized(0.6), remover=MinPriority()).checkpoint(path)
+    data = path.read_bytes()
+    offset, length, _, _ = _TAIL.unpack(data[-_TAIL.size :])
+    footer = at = msgspec.msgpack.decode(data[offset : offset + length])
+    for name in way[:-1]:
+        at = at[name]
+    at[way[-1]] = value
+    raw = msgspec.msgpack.encode(footer)
+    path.write_bytes(data[:offset] + raw + _TAIL.pack(offset, len(raw), xxhash.xxh3_64_intdigest(raw), MAGIC))
+    with pytest.raises(CorruptFile, match="table: "):
+        Table.restore(path)

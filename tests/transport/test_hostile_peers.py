@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,3 +178,43 @@ def test_answers_are_not_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "mail" / "clients" / "c0123456789abcdef").symlink_to(elsewhere)
     plane.send("c0123456789abcdef", b"answer")
     assert not list(elsewhere.iterdir())
+
+
+_FLOODED = """
+import socket, struct, time
+from penstock.transport.sockets import SocketPlane
+
+plane = SocketPlane()
+host, port = plane.url.removeprefix("tcp://").rsplit(":", 1)
+greeting = b"\\xff" + bytes(8) + b"\\x7f\\x03\\x00" + b"NULL".ljust(20, b"\\0") + bytes(32)
+ready = b"\\x05READY" + b"\\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+with socket.create_connection((host, int(port))) as line:
+    line.sendall(greeting + b"\\x04" + bytes([len(ready)]) + ready)
+    line.settimeout(10)
+    answer = b""
+    while b"READY" not in answer:
+        answer += line.recv(1000)
+    line.sendall(b"\\x00\\x01x" * 5000)
+    time.sleep(0.5)  # until the queue is full, and nobody takes from it
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+time.sleep(6)  # longer than the interval of ZeroMQ's heartbeats
+while plane.receive():
+    pass
+print("alive")
+"""
+
+
+def test_a_peer_that_floods_and_is_gone_does_not_end_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", _FLOODED], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.returncode) == ("alive\n", 0), done.stderr
+
+
+def test_connections_that_are_cut_all_the_time_are_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    plane = SocketPlane(max_message=MIB)
+    try:
+        assert plane._inbound is not None
+        for _ in range(100):
+            plane._inbound._tell(1e8)
+    finally:
+        plane.close()
+    assert [record.getMessage()[:23] for record in caplog.records] == ["cut a connection, 1 sin"]

@@ -11,6 +11,7 @@ import pytest
 from penstock.errors import CorruptFile
 from penstock.view import Export
 from penstock.view.index import StepIndex
+from penstock.view.jsonl import MalformedLine, parse_line
 from penstock.view.library import run_point, step_grid
 from tests.support.exports import make_export
 
@@ -57,3 +58,10 @@ def test_a_marker_of_a_world_that_never_was_costs_no_time(exported: Path) -> Non
     rows = StepIndex.of(step).rows
     alter(exported, world=10**9)
     assert StepIndex.of(step).rows == rows and run_point(step)["tokens"] > 0
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "1e400"])
+def test_a_number_beyond_every_type_in_an_own_column_is_a_malformed_line(value: str) -> None:
+    line = '{"token_ids": [1], "loss_mask": [false], "columns": {"mine": ["<i8", 0, false]}, "mine": [VALUE]}'
+    with pytest.raises(MalformedLine, match="out of range"):
+        parse_line(line.replace("VALUE", value).encode())

@@ -155,7 +155,7 @@ def _dtype_name(name: str, dtype: str) -> str:
         return dtype
     try:
         found = np.dtype(dtype).newbyteorder("<")
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, SyntaxError):  # SyntaxError: numpy parses some names as Python
         found = np.dtype(object)
     if found.kind not in "buif" or found.itemsize not in (1, 2, 4, 8) or found.subdtype is not None:
         raise ConfigError(f"column {name!r}: dtype {dtype!r:.60}; must be bool, or a number of 8 to 64 bits")

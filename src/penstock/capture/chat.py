@@ -28,7 +28,7 @@ from penstock.capture.fold import Step, fold
 from penstock.capture.records import ABSENT, field_of, ids_of, list_of, optional_list
 from penstock.capture.server_columns import read_routing, sampling_mask_of
 from penstock.capture.trajectory import Trajectory
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, shown
 
 SENTINEL = -9999.0
 _PREFIX = "token_id:"
@@ -237,7 +237,7 @@ def read_versions(spans: Sequence[Any], count: int, where: str) -> NDArray[np.in
         at = f"{where}.weight_versions[{i}]"
         start, stop = field_of(span, "start", ABSENT), field_of(span, "end", ABSENT)
         if start != end or isinstance(start, bool) or not isinstance(stop, int) or not end <= stop <= count:
-            raise InvalidInput(f"{at}: tokens {start} to {stop} of {count}; must continue at {end}")
+            raise InvalidInput(f"{at}: tokens {shown(start)} to {shown(stop)} of {count}; must continue at {end}")
         versions[start:stop] = _version(field_of(span, "version", ABSENT), at)
         end = stop
     if end != count:
@@ -247,7 +247,7 @@ def read_versions(spans: Sequence[Any], count: int, where: str) -> NDArray[np.in
 
 def _version(version: Any, where: str) -> int:
     digits = isinstance(version, str) and version.isascii() and version.isdecimal()
-    number = int(version) if digits else version
+    number = int(version.lstrip("0")[:11] or 0) if digits else version  # Python converts at most 4,300 digits
     if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**31:
-        raise InvalidInput(f"{where}.version: {version!r}; must be a whole number from 0 up")
+        raise InvalidInput(f"{where}.version: {shown(version)}; must be a whole number from 0 up")
     return number

@@ -91,7 +91,12 @@ def numbers_of(value: Any, where: str) -> Any:
     """Convert a list of numbers, an array of any library, or one packed for msgpack."""
     if isinstance(value, Mapping):
         return array_of(value, where)
-    return value.detach().cpu().numpy() if hasattr(value, "detach") else value
+    try:
+        return value.detach().cpu().numpy() if hasattr(value, "detach") else value
+    except (TypeError, RuntimeError) as error:  # bfloat16, quantized, sparse or nested
+        raise InvalidInput(
+            f"{where}: {str(error).splitlines()[0]:.200}; give a dense tensor of a numpy dtype"
+        ) from None
 
 
 def array_of(value: Any, where: str) -> Array | None:
@@ -102,5 +107,5 @@ def array_of(value: Any, where: str) -> Array | None:
         raise InvalidInput(f"{where}: a {type(value).__name__}; must be an array or a packed array")
     try:
         return np.frombuffer(value["data"], np.dtype(value["dtype"])).reshape(value["shape"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise InvalidInput(f"{where}: a packed array that cannot be read ({error})") from None
+    except (KeyError, TypeError, ValueError, SyntaxError) as error:  # SyntaxError: numpy parses some dtypes as Python
+        raise InvalidInput(f"{where}: a packed array that cannot be read ({error!s:.200})") from None

@@ -39,7 +39,7 @@ from penstock.capture.records import (
 from penstock.capture.server_columns import by_counts, sampling_mask_of
 from penstock.capture.trajectory import Trajectory
 from penstock.capture.turn import TURN_COLUMNS, Turn
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, shown
 
 ImageLookup = Callable[[str], ImageSpan]
 """Maps an image's URL to its hash and grid; the reader sets offset and length."""
@@ -124,11 +124,11 @@ def _trajectory(trace: Any, images: ImageLookup | None, fields: Mapping[str, Any
     )
 
 
-def _seconds(span: Any) -> float | None:
+def _seconds(span: Any, where: str) -> float | None:
     """Return how long the agent worked, or None if the trace does not say when it began or ended."""
     start, end = field_of(span, "start"), field_of(span, "end")
     both = isinstance(start, int | float) and isinstance(end, int | float)
-    return end - start if both and 0 < start <= end else None
+    return number_of(span, "end", where) - number_of(span, "start", where) if both and 0 < start <= end else None
 
 
 def _parents(nodes: Sequence[Any], where: str) -> list[int]:
@@ -137,7 +137,7 @@ def _parents(nodes: Sequence[Any], where: str) -> list[int]:
         parent = field_of(node, "parent")
         parent = -1 if parent is None else parent
         if not isinstance(parent, int) or not -1 <= parent < i:
-            raise InvalidInput(f"{where} nodes[{i}].parent: {parent!r}; must be an earlier node")
+            raise InvalidInput(f"{where} nodes[{i}].parent: {shown(parent)}; must be an earlier node")
         parents.append(parent)
     return parents
 
@@ -146,9 +146,12 @@ def _type_map(trace: Any, where: str) -> dict[int, int]:
     """Return placeholder token -> 1 image, 2 video. The keys are text on the wire."""
     found = optional_mapping(trace, "mm_token_type_id_map", where)
     try:
-        return {int(token): int(kind) for token, kind in found.items()}
-    except (TypeError, ValueError):
-        raise InvalidInput(f"{where}.mm_token_type_id_map: {found!r:.60}; must map token ids to 1 or 2") from None
+        types = {int(token): int(kind) for token, kind in found.items()}
+    except (TypeError, ValueError, OverflowError):
+        types = {-1: 0}
+    if not all(0 <= token < 2**32 and 0 <= kind < 2**8 for token, kind in types.items()):
+        raise InvalidInput(f"{where}.mm_token_type_id_map: {found!r:.60}; must map token ids to 1 or 2")
+    return types
 
 
 def _outcome(trace: Any, where: str) -> dict[str, Any]:
@@ -163,7 +166,7 @@ def _outcome(trace: Any, where: str) -> dict[str, Any]:
         "stop_condition": stop,
         "truncated": stop in _LIMITS or cut,
         "metrics": {key: value for key, value in metrics.items() if value is not None},
-        "seconds": _seconds(field_of(field_of(trace, "timing"), "agent")),
+        "seconds": _seconds(field_of(field_of(trace, "timing"), "agent"), f"{where}.timing.agent"),
     }
     return {**outcome, "error": failure_of(trace, where)}
 

@@ -339,6 +339,8 @@ class Plane:
         """
         from penstock.client.tasks import Tasks, TaskSettings
 
+        if prompts is None:
+            raise InvalidInput("tasks: prompts: None; give a list of prompts, or a file with one in each line")
         if isinstance(again, str):
             raise InvalidInput(f"tasks: again: {again!r:.80} is one reason; pass a list: again=[{again!r:.80}]")
         if not isinstance(again, Iterable):

@@ -26,7 +26,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from penstock.atomic import replacing
-from penstock.errors import CorruptFile, InvalidInput, StorageError, UnknownKey
+from penstock.errors import CorruptFile, InvalidInput, PenstockError, StorageError, UnknownKey
 from penstock.replay.batch import Key
 from penstock.replay.core import FREE, WIDTH, OnEvict, Store
 from penstock.replay.table_settings import LIMITERS, SELECTORS, Settings
@@ -42,6 +42,8 @@ Dump = Callable[[Any], bytes | bytearray | memoryview]
 Load = Callable[[memoryview], Any]
 """Converts bytes back to the item. The bytes are a view into the file, valid as long as it is referenced."""
 
+_ODD = (LookupError, ValueError, TypeError, ArithmeticError, SyntaxError, MemoryError, msgspec.MsgspecError)
+"""What reading a file raises that `write` did not write, behind a valid checksum."""
 _PARTS = {part.__name__: part for part in (*SELECTORS.values(), *LIMITERS.values())}
 
 
@@ -222,13 +224,16 @@ def from_bytes(data: bytes, parts: Mapping[str, Any], load: Load | None, on_evic
 def _parse(
     path: str | PathLike[str], data: memoryview, parts: Mapping[str, Any], load: Load | None, on_evict: OnEvict | None
 ) -> Store:
-    footer = _read_footer(path, data)
-    arrays = {section.name: _read_section(path, data, section) for section in footer.sections}
-    store = Store(_settings(path, footer.settings, parts), on_evict)
     try:
+        footer = _read_footer(path, data)
+        arrays = {section.name: _read_section(path, data, section) for section in footer.sections}
+        store = Store(_settings(path, footer.settings, parts), on_evict)
         _fill(store, footer, arrays, load)
-    except (KeyError, IndexError, ValueError) as error:
-        raise CorruptFile(f"{path}: sections do not fit together ({error!r}); use another checkpoint") from error
+    except PenstockError:
+        raise
+    except _ODD as error:
+        found = f"{type(error).__name__}: {error!s:.200}"
+        raise CorruptFile(f"{path}: sections do not fit together ({found}); use another checkpoint") from error
     return store
 
 

@@ -38,6 +38,7 @@ _PER_PART = 64
 _PER_S = 16
 """Bytes of ZeroMQ's own heartbeats, at most."""
 _TRIM_S = 0.5
+_TELL_S = 10.0
 _SO_COOKIE = 57
 _TCP_INFO_BYTES, _RECEIVED_AT = 136, 128
 """Size of `struct tcp_info` up to, and offset of, `tcpi_bytes_received` (Linux 4.1)."""
@@ -67,6 +68,8 @@ class Inbound:
         """The value of `_taken` at the last look."""
         self._looked_at = time.monotonic()
         self._trim_at: float | None = None
+        self._cuts, self._told_at = 0, -_TELL_S
+        """Connections cut since the last line of the log, and when that was."""
         self._thread = threading.Thread(target=self._run, name="penstock-inbound", daemon=True)
         self._thread.start()
 
@@ -135,14 +138,23 @@ class Inbound:
         while sum(one.pending for one in self._connections.values()) > self._limit:
             descriptor, worst = max(self._connections.items(), key=lambda item: item[1].pending)
             del self._connections[descriptor]
-            logger.warning(
-                "cut a connection: %d of its bytes are in memory and belong to no complete message; at most %d are "
-                "allowed",
-                worst.pending,
-                self._limit,
-            )
+            self._tell(worst.pending)
             _shut(descriptor, worst.cookie)
             self._trim_at = time.monotonic() + _TRIM_S
+
+    def _tell(self, num_bytes: float) -> None:
+        # Forty peers that come again were cut sixty times a second: their lines must not fill the disk.
+        self._cuts += 1
+        if (now := time.monotonic()) - self._told_at < _TELL_S:
+            return
+        logger.warning(
+            "cut a connection, %d since the last such line: %d of its bytes are in memory and belong to no complete "
+            "message; at most %d are allowed",
+            self._cuts,
+            num_bytes,
+            self._limit,
+        )
+        self._cuts, self._told_at = 0, now
 
 
 def is_supported() -> bool:

@@ -95,6 +95,10 @@ class SocketPlane:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         configure(self._socket, payloads=True, max_message=self._max_message)
+        # libzmq 4.3.5 aborts the process (`!_io_error`, libzmq issue 4841) when it sends a heartbeat on a connection
+        # that was closed while more than `_QUEUE` of its messages wait here. A flood brings that about in seconds.
+        # TCP's keepalive finds clients that vanished, and the clients' own heartbeats are still answered.
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
         self._inbound = self._watch() if url.startswith("tcp://") else None
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error for an unknown peer, instead of a silent drop
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process that reconnects keeps its address

@@ -102,7 +102,7 @@ def _own(line: bytes, record: Record) -> dict[str, Cells]:
     try:
         own, raw = record.own, msgspec.json.decode(line)
         found = {name: _array(column, raw[name]) for name, column in own.items() if raw.get(name) is not None}
-    except (InvalidInput, TypeError) as error:
+    except (InvalidInput, TypeError, msgspec.DecodeError) as error:
         raise MalformedLine(str(error)) from None
     for name, values in found.items():
         rank = 1 if values is None or isinstance(values, Ragged) else values.ndim
@@ -116,7 +116,7 @@ def _array(column: ExportColumn, values: list[Any]) -> Cells | None:
         return None
     try:
         # numpy turns None into NaN. Numbers beyond float32 become infinite, which our readers skip.
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             return column.cells(values)
     except (OverflowError, ValueError, TypeError) as error:
         raise MalformedLine(f"{column.name}: {error}") from None

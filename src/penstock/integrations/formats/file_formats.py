@@ -32,7 +32,7 @@ from penstock.integrations.formats.sample_files import (
     write_lines,
     write_table,
 )
-from penstock.integrations.formats.shared import Lost, Options, Place, one_number
+from penstock.integrations.formats.shared import Lost, Options, Place, one_number, unreadable
 from penstock.integrations.formats.slime_samples import read_slime, write_slime
 from penstock.integrations.formats.trajectory_files import ATIF_MARK, read_agent_lightning, read_atif, read_traces
 from penstock.integrations.formats.verl_tensors import read_verl, write_verl
@@ -130,8 +130,7 @@ def convert_files(
 
     def samples(lost: Lost) -> Iterator[Sample]:
         for place, kind in zip(places, formats, strict=True):
-            assert kind.read is not None
-            yield from kind.read(place, lost, options)
+            yield from _read(kind, place, lost, options)
 
     rows = samples(done.lost)
     if options.advantages is not None:
@@ -151,9 +150,13 @@ def convert_files(
 def read_samples(word: str, lost: Lost) -> Iterator[Sample]:
     """Yield the samples of a file in any format that can be detected."""
     place = Place(word)
-    read = format_to_read(place).read
-    assert read is not None
-    yield from read(place, lost, Options())
+    yield from _read(format_to_read(place), place, lost, Options())
+
+
+def _read(kind: FileFormat, place: Place, lost: Lost, options: Options) -> Iterator[Sample]:
+    assert kind.read is not None
+    with unreadable(place.name, kind.name):
+        yield from kind.read(place, lost, options)
 
 
 def with_advantages(samples: Iterable[Sample], rule: str) -> Iterator[Sample]:

@@ -16,7 +16,7 @@ import numpy as np
 from penstock.arrays import TOKEN_COLUMNS, Cells, ImageSpan, Ragged, Sample
 from penstock.capture import read_span
 from penstock.errors import InvalidInput, PenstockError
-from penstock.frames import read_frames, write_frames
+from penstock.frames import encode, read_frames, write_frames
 from penstock.integrations.formats.shared import Lost, Place
 from penstock.log import as_corrupt
 from penstock.runs import kept_groups, stored_samples
@@ -39,7 +39,8 @@ def read_frame_file(place: Place, lost: Lost) -> Iterator[Sample]:  # noqa: ARG0
 def write_frame_file(samples: Iterable[Sample], place: Place, lost: Lost) -> None:  # noqa: ARG001 - nothing is lost
     """Write one frame per group."""
     with place.writing() as file:
-        write_frames(file, samples)
+        if not write_frames(file, samples):
+            file.write(encode([]))  # an empty file is no frame: `decode` rejects it
 
 
 # ------------------------------------------------------------------ runs

@@ -14,6 +14,7 @@ mask, so they are written as zero where the mask is zero.
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice, pairwise
@@ -220,7 +221,12 @@ def read_batches(path: Path) -> list[PrimeBatch]:
     if size > MAX_FILE_BYTES:
         raise CorruptFile(f"{path}: {size} bytes; the limit is {MAX_FILE_BYTES}")
     try:
-        return msgspec.msgpack.decode(path.read_bytes(), type=list[PrimeBatch])
+        with path.open("rb") as file:
+            if not size:
+                raise CorruptFile(f"{path}: empty; not a micro-batch file of prime-rl")
+            # Mapped, because a sparse file of gigabytes costs nothing to make, and most fail at the first byte.
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return msgspec.msgpack.decode(data, type=list[PrimeBatch])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptFile(f"{path}: {error}; not a micro-batch file of prime-rl") from None
 
@@ -268,9 +274,9 @@ def read_prime_rl(place: Place, lost: Lost) -> Iterator[Sample]:
 def samples_of(batch: PrimeBatch, *, where: str, name: str) -> Iterator[Sample]:
     """Yield the samples of a micro-batch. Ids are their trace ids, or `name` and a number."""
     arrays = _arrays(batch, where)
-    short = next((length for length in batch.sequence_lengths if length < 1), None)
-    if short is not None:
-        raise CorruptFile(f"{where}: a sequence of {short} tokens; it must have at least one")
+    odd = next((length for length in batch.sequence_lengths if not 1 <= length <= len(batch.input_ids)), None)
+    if odd is not None:
+        raise CorruptFile(f"{where}: a sequence of {odd} tokens for {len(batch.input_ids)} ids; each has at least one")
     edges = offsets_of(batch.sequence_lengths).tolist()
     if edges[-1] != len(batch.input_ids):
         raise CorruptFile(f"{where}: sequences of {edges[-1]} tokens for {len(batch.input_ids)} ids")
@@ -287,6 +293,17 @@ def samples_of(batch: PrimeBatch, *, where: str, name: str) -> Iterator[Sample]:
 
 def _arrays(batch: PrimeBatch, where: str) -> dict[str, Any]:
     """Return the columns of a micro-batch under Penstock's names, all of one length."""
+    try:
+        given = _columns(batch, where)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CorruptFile(f"{where}: {error!s:.200}; not written by prime-rl, or truncated") from None
+    for column, values in given.items():
+        if len(values) != len(batch.input_ids):
+            raise CorruptFile(f"{where}.{column}: {len(values)} values for {len(batch.input_ids)} tokens")
+    return given
+
+
+def _columns(batch: PrimeBatch, where: str) -> dict[str, Any]:
     given: dict[str, Any] = {
         "token_ids": np.array(batch.input_ids, np.int64),
         "loss_mask": np.array(batch.loss_mask, np.bool_),
@@ -300,22 +317,16 @@ def _arrays(batch: PrimeBatch, where: str) -> dict[str, Any]:
     given |= {name: np.array(values, np.float32) for name, values in others.items() if values is not None}
     if batch.mm_token_type_ids is not None and not any(batch.mm_token_type_ids):
         given["mm_token_type_ids"] = np.array(batch.mm_token_type_ids, np.uint8)
-    try:
-        if batch.routed_experts is not None:
-            data, shape, dtype = batch.routed_experts
-            if dtype not in _DTYPES:
-                raise CorruptFile(f"{where}.routed_experts: dtype {dtype[:40]!r}; must be one of {', '.join(_DTYPES)}")
-            given["routed_experts"] = np.frombuffer(data, np.dtype(dtype)).reshape(shape)
-        if batch.sampling_mask is not None:
-            ids, counts = (np.frombuffer(data or b"", "<i4") for data in batch.sampling_mask[:2])
-            given["sampling_mask"] = Ragged(ids.astype(np.uint32), offsets_of(counts))
-            if int(counts.sum()) != len(ids):
-                raise CorruptFile(f"{where}.sampling_mask: {len(ids)} ids for counts of {int(counts.sum())}")
-    except (TypeError, ValueError) as error:
-        raise CorruptFile(f"{where}: {error}; not written by prime-rl, or truncated") from None
-    for column, values in given.items():
-        if len(values) != len(batch.input_ids):
-            raise CorruptFile(f"{where}.{column}: {len(values)} values for {len(batch.input_ids)} tokens")
+    if batch.routed_experts is not None:
+        data, shape, dtype = batch.routed_experts
+        if dtype not in _DTYPES:
+            raise CorruptFile(f"{where}.routed_experts: dtype {dtype[:40]!r}; must be one of {', '.join(_DTYPES)}")
+        given["routed_experts"] = np.frombuffer(data, np.dtype(dtype)).reshape(shape)
+    if batch.sampling_mask is not None:
+        ids, counts = (np.frombuffer(data or b"", "<i4") for data in batch.sampling_mask[:2])
+        given["sampling_mask"] = Ragged(ids.astype(np.uint32), offsets_of(counts))
+        if int(counts.sum()) != len(ids):
+            raise CorruptFile(f"{where}.sampling_mask: {len(ids)} ids for counts of {int(counts.sum())}")
     return given
 
 

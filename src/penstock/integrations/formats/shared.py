@@ -13,6 +13,7 @@ import json
 import re
 import sys
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ import numpy as np
 from penstock.arrays import COLUMNS, Array, Ragged, Sample, coerce, offsets_of, read_rollout
 from penstock.atomic import replacing
 from penstock.capture import TURN_COLUMNS, Trajectory, from_arrays
-from penstock.errors import InvalidInput
+from penstock.errors import CorruptFile, InvalidInput, PenstockError
 
 STANDARD = "-"
 MAX_LINE_BYTES = 1 << 30
@@ -133,6 +134,25 @@ def json_object(text: bytes, where: str, *, nan: bool = False) -> dict[str, Any]
     if not isinstance(record, dict):
         raise InvalidInput(f"{where}: a {type(record).__name__}; each line must be one object")
     return record
+
+
+_ODD = (
+    *(ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, RuntimeError, SyntaxError),
+    *(MemoryError, EOFError, msgspec.MsgspecError, zipfile.BadZipFile, zlib.error),
+)
+
+
+@contextmanager
+def unreadable(name: str, kind: str) -> Iterator[None]:
+    """Raise CorruptFile for whatever else reading a file raises: readers check what they know of, and files of
+    strangers hold the rest."""
+    try:
+        yield
+    except (PenstockError, OSError):
+        raise
+    except _ODD as error:
+        found = f"{type(error).__name__}: {error!s:.300}"
+        raise CorruptFile(f"{name}: {found}; not a readable file of format {kind}; write it again") from error
 
 
 # ------------------------------------------------------------------ losses

@@ -30,7 +30,7 @@ from penstock.capture import (
     required,
     sampling_mask_of,
 )
-from penstock.errors import CorruptFile, InvalidInput
+from penstock.errors import CorruptFile, InvalidInput, shown
 from penstock.extras import require
 from penstock.integrations.formats.shared import (
     Lost,
@@ -56,6 +56,9 @@ _READ = (
 _KEY = "penstock"
 MAX_BYTES = 16 << 30
 """Limit for all tensors of a file together."""
+_EXPANDED, _NUMBER_BYTES, _MAX_DEPTH = 16, 8, 64
+"""Times the file's size that a sample may take: a number in a list is one byte of the file at least, and eight in an
+array. Values may be nested as deep as a numpy array may have dimensions."""
 _FAILED = {"aborted": "aborted", "failed": "failed"}
 
 
@@ -157,7 +160,7 @@ def to_slime(sample: Sample, *, group_index: int, index: int, lost: Lost | None 
 def _columns(fields: Mapping[str, Any], count: int, where: str) -> dict[str, Any]:
     length = fields.get("response_length") or 0
     if not isinstance(length, int) or not 0 <= length <= count:
-        raise InvalidInput(f"{where}.response_length: {length!r} of {count} tokens; must be from 0 to {count}")
+        raise InvalidInput(f"{where}.response_length: {shown(length)} of {count} tokens; must be from 0 to {count}")
     start = count - length
     mask = numbers_of(fields.get("loss_mask"), where)
     trained = np.ones(length, np.bool_) if mask is None else mask
@@ -200,7 +203,8 @@ def _reward(reward: Any, key: str | None, where: str) -> float | None:
 
 def _version(versions: Any) -> int | None:
     """Return the lowest version that is a number."""
-    numbers = [int(v) for v in versions if str(v).isascii() and str(v).isdecimal()]
+    # Python converts at most 4,300 digits. 20 digits are too many for a sample, which says so.
+    numbers = [int(str(v).lstrip("0")[:20] or 0) for v in versions if str(v).isascii() and str(v).isdecimal()]
     return min(numbers, default=None)
 
 
@@ -248,7 +252,7 @@ def _load(place: Place) -> dict[str, Any]:
         ) from None
     if not isinstance(loaded, dict) or not isinstance(loaded.get("samples"), list):
         raise InvalidInput(f"{place.name}: no 'samples' in it; give a file of --save-debug-rollout-data")
-    _check_sizes(loaded["samples"], place.name)
+    _check_sizes(loaded["samples"], place.name, place.path.stat().st_size)
     return loaded
 
 
@@ -263,25 +267,60 @@ def _check_stored(place: Place) -> None:
         raise CorruptFile(f"{place.name}: has compressed entries, which torch.save does not write; save it again")
 
 
-def _check_sizes(samples: list[Any], name: str) -> None:
-    """Raise CorruptFile if tensors are larger than their data: expanded tensors cost nothing until they are copied."""
-    total, found = 0, list(samples)
-    while found:
-        value = found.pop()
-        if isinstance(value, (list, tuple)):
-            found.extend(one for one in value if not isinstance(one, (int, float, str)))
-        elif isinstance(value, Mapping):
-            found.extend(value.values())
-        elif hasattr(value, "untyped_storage"):
-            size = value.numel() * value.element_size()
-            total += size
-            if size > value.untyped_storage().nbytes():
-                raise CorruptFile(
-                    f"{name}: a tensor of {size:,} bytes with {value.untyped_storage().nbytes():,} bytes of data; save "
-                    "expanded tensors with .contiguous()"
-                )
+def _check_sizes(samples: list[Any], name: str, file_bytes: int) -> None:
+    """Raise CorruptFile if values are larger than the file: expanded tensors, and lists or tensors that are in a sample
+    many times, cost nothing until they are copied. Also for lists that contain themselves.
+
+    A list of a list of a list, each a thousand times, is 3 kB in the file and 8 GB as an array.
+    """
+    total, sizes = 0, _Sizes(name)
+    most = _EXPANDED * file_bytes + (1 << 20)
+    for i, sample in enumerate(samples):
+        total += (size := sizes.of(sample))
+        if size > most:
+            raise CorruptFile(
+                f"{name} samples[{i}]: {size:,} bytes in a file of {file_bytes:,}; save each value once, expanded "
+                "tensors with .contiguous()"
+            )
     if total > MAX_BYTES:
         raise CorruptFile(f"{name}: tensors of {total:,} bytes; the limit is {MAX_BYTES:,}; split the file")
+
+
+class _Sizes:
+    """Sizes of nested values as arrays. A value that occurs several times is measured once, and counted each time."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._known: dict[int, int] = {}
+
+    def of(self, value: Any, depth: int = 0) -> int:
+        if depth > _MAX_DEPTH:
+            raise CorruptFile(f"{self._name}: lists more than {_MAX_DEPTH} deep, or in themselves; save plain values")
+        if isinstance(value, list | tuple | Mapping):
+            found = self._known.get(id(value))
+            if found is None:
+                found = self._known[id(value)] = self._of_items(value, depth)
+            return found
+        if isinstance(value, np.ndarray):
+            return value.nbytes
+        return self._of_tensor(value) if hasattr(value, "untyped_storage") else _NUMBER_BYTES
+
+    def _of_items(self, value: Any, depth: int) -> int:
+        items = value.values() if isinstance(value, Mapping) else value
+        others = [one for one in items if not isinstance(one, int | float | str)]
+        return _NUMBER_BYTES * (len(value) - len(others)) + sum(self.of(one, depth + 1) for one in others)
+
+    def _of_tensor(self, value: Any) -> int:
+        try:
+            size, stored = value.numel() * value.element_size(), value.untyped_storage().nbytes()
+        except (NotImplementedError, RuntimeError) as error:
+            raise CorruptFile(f"{self._name}: {str(error).splitlines()[0]:.200}; save dense tensors") from None
+        if size > stored:
+            raise CorruptFile(
+                f"{self._name}: a tensor of {size:,} bytes with {stored:,} bytes of data; save expanded tensors with "
+                ".contiguous()"
+            )
+        return int(size)
 
 
 def write_slime(samples: Iterable[Sample], place: Place, lost: Lost) -> None:

@@ -71,7 +71,18 @@ def from_verl(batch: Any, *, lost: Lost | None = None, where: str = "batch") -> 
         lost.unread.update({name: rows for name in fields if name not in _READ})
         if (greedy := int((fields.get(_TEMPERATURE, np.ones(1)) <= 0).sum())) > 0:
             lost.unread[_TEMPERATURE] += greedy
-    return [_row(fields, i, where) for i in range(len(fields["responses"]))]
+    return [_row(fields, i, f"{where} row {i}") for i in range(rows)]
+
+
+def _row(fields: Mapping[str, Any], i: int, where: str) -> Sample:
+    try:
+        return _sample(fields, i, where)
+    except InvalidInput:
+        raise
+    except (TypeError, ValueError, LookupError, OverflowError, MemoryError) as error:
+        raise InvalidInput(
+            f"{where}: {error!s:.200}; give arrays of numbers, [rows, tokens] each, and one version per row"
+        ) from None
 
 
 def _is_single(value: Any, where: str) -> bool:
@@ -84,8 +95,10 @@ def _is_single(value: Any, where: str) -> bool:
 def _temperatures(value: Any, rows: int, where: str) -> Array:
     """Return one temperature per row."""
     try:
-        found = np.asarray(value, np.float32).reshape(-1)
-        return np.broadcast_to(found, rows)
+        found = np.asarray(value)
+        if found.size not in (1, rows):  # before it is converted: values of no bytes would become gigabytes
+            raise ValueError  # noqa: TRY301 - the same sentence as for what numpy refuses
+        return np.broadcast_to(found.astype(np.float32).reshape(-1), rows)
     except (TypeError, ValueError):
         raise InvalidInput(f"{where}: temperature: give one number, or one for each of {rows} rows") from None
 
@@ -199,8 +212,7 @@ def _cells(value: Any, i: int) -> Array:
     return np.asarray(row.detach().cpu().numpy() if hasattr(row, "detach") else row)
 
 
-def _row(fields: Mapping[str, Any], i: int, where: str) -> Sample:
-    at = f"{where} row {i}"
+def _sample(fields: Mapping[str, Any], i: int, at: str) -> Sample:
     prompt, response = _cells(fields["prompts"], i), _cells(fields["responses"], i)
     width = len(prompt)
     attention = _attention(fields, i, len(prompt) + len(response), at)
@@ -263,7 +275,7 @@ def read_verl(place: Place, lost: Lost) -> Iterator[Sample]:
         raise
     except _UNREADABLE as error:
         raise CorruptFile(
-            f"{place.name}: {error}; give tensors in .npz or .safetensors; a pickled DataProto is not opened"
+            f"{place.name}: {error!s:.300}; give tensors in .npz or .safetensors; a pickled DataProto is not opened"
         ) from None
     yield from from_verl(fields, lost=lost, where=place.name)
 
@@ -287,9 +299,11 @@ def _safetensors(place: Place) -> dict[str, Any]:
     try:
         with safe_open(place.path, framework="numpy") as file:
             texts = json.loads((file.metadata() or {}).get("non_tensor_batch", "{}"))
+            if not isinstance(texts, dict):
+                raise ValueError("non_tensor_batch in its metadata is no JSON object")  # noqa: TRY004 - caught below
             return {**{name: file.get_tensor(name) for name in file.keys()}, **texts}  # noqa: SIM118 - not a mapping
-    except SafetensorError as error:
-        raise ValueError(str(error)) from None
+    except (SafetensorError, TypeError, AttributeError) as error:  # the latter for dtypes that numpy does not have
+        raise ValueError(f"{error!s:.200}; give dtypes that numpy has") from None
 
 
 def write_verl(samples: Iterable[Sample], place: Place, lost: Lost) -> None:
