@@ -138,6 +138,10 @@ def test_what_was_dropped_is_shown_with_the_reason_and_its_tokens(page: Any, dro
         shown = page.eval_on_selector_all("#dropped-tokens .tok", "all => all.map(e => e.textContent)")
         assert shown == ["1", "2", "7", "8"]
         keep_pictures(page, ARTIFACTS, "dropped")
+        with page.expect_response("**/dropped*"):  # the table is loaded again, as while a run is live
+            page.keyboard.press("t")
+        assert page.locator("#dropped-tokens .tok").count() == 4
+        assert page.locator("#dropped").count() == 1
         page.select_option("#reason", "stale")
         address(page, "reason=stale")
         assert page.locator("#dropped tbody tr").count() == 2

@@ -12,6 +12,8 @@
   };
   const tokens = ps.newTokens("dropped-tokens", "Tokens of the group that was set aside");
   let at = null;
+  // Where the tokens of a group are shown. It stays when the table is loaded again: a live run does that every few seconds.
+  let shown = { of: "", holder: null };
 
   // Mean lengths by state. A length bias shows as a difference between trained and accepted samples.
   function lengths(found) {
@@ -97,7 +99,9 @@
       const text = found.error || "No plane has kept its log here, so what was dropped is not known.";
       return ps.fill(element, ps.el("p", { class: "empty" }, text));
     }
-    const holder = ps.el("div", { id: "dropped-group" });
+    const of = [place.export, place.run].join("\n");
+    if (shown.of !== of || !element.contains(shown.holder)) shown = { of, holder: ps.el("div", { id: "dropped-group" }) };
+    const { holder } = shown;
     const why = [...new Set(found.groups.map((group) => group.reason))].sort();
     const list = ps.el("div", {});
     const fill = () => {
@@ -115,8 +119,7 @@
         fill();
       },
     );
-    ps.fill(
-      element,
+    const above = [
       reasons(found.ledger, found.lengths),
       ps.el(
         "div",
@@ -124,11 +127,15 @@
         ps.el("label", {}, "reason", box),
         ps.el("span", { class: "dim" }, "the last " + ps.number(found.groups.length) + " groups, newest first"),
       ),
-      holder,
-      found.groups.length
-        ? list
-        : ps.el("p", { class: "empty" }, "Everything that was accepted was trained, or waits for it."),
-    );
+    ];
+    const below = found.groups.length
+      ? list
+      : ps.el("p", { class: "empty" }, "Everything that was accepted was trained, or waits for it.");
+    if (!element.contains(holder)) ps.fill(element, holder);
+    // The holder is not moved: an element that is taken out and put back loses its scroll position.
+    for (const child of [...element.children]) if (child !== holder) child.remove();
+    holder.before(...above);
+    holder.after(below);
     fill();
   };
 }
