@@ -32,7 +32,7 @@ test:
 
 test-fast:
 	@bash scripts/setup dev,bench
-	.venv/bin/pytest --workers 4 -m "not slow and not deep and not process" tests
+	.venv/bin/pytest --workers 6 -m "not slow and not deep and not process" tests
 
 test-ray:
 	@VENV=.venv-ray bash scripts/setup dev,ray

@@ -101,6 +101,7 @@ def test_a_leased_group_goes_to_one_worker_until_it_is_dropped_or_given_back(pla
     assert lease.attach(score(lease)).new == 2
 
 
+@pytest.mark.deep
 def test_a_lease_is_renewed_while_the_process_lives(plane: ps.Plane) -> None:
     put_late(plane, "g")
     lease = next(iter(plane.lacking("rewards", lease_s=0.5 * pace())))
@@ -119,6 +120,7 @@ def test_who_was_slower_learns_it(plane: ps.Plane) -> None:
     assert lease.attach(values) == (0, 2, 0)
 
 
+@pytest.mark.deep
 def test_who_attaches_group_by_group_is_not_told_that_somebody_was_faster(plane: ps.Plane) -> None:
     for name in ("a", "bb"):
         put_late(plane, name)

@@ -171,6 +171,7 @@ def test_nothing_of_an_old_run_is_accepted_by_a_new_one_at_its_address(tmp_path:
     source.close()
 
 
+@pytest.mark.deep
 def test_a_put_left_in_a_mail_folder_is_not_taken_by_a_plane_of_another_run(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/mail"
     settings = {"ranks": 1, "seq_len": 64, "groups_per_step": 1, "timeouts": FAST}
@@ -214,6 +215,7 @@ def test_a_producer_hears_which_version_was_published(open_plane: OpenPlane) -> 
     assert plane.policy_version == 7
 
 
+@pytest.mark.deep
 def test_groups_that_are_too_old_are_said_to_the_producer_and_to_waiting_ranks(
     open_plane: OpenPlane, caplog: pytest.LogCaptureFixture
 ) -> None:

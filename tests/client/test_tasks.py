@@ -327,6 +327,7 @@ def test_an_iteration_waits_for_leases_of_others_and_says_so(plane: ps.Plane) ->
     thread.join()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("env_weights", [None, {"math": 1.0, "code": 1.0}])
 def test_a_step_that_no_prompt_is_left_for_says_so(open_plane: OpenPlane, env_weights: dict[str, float] | None) -> None:
     plane = open_plane(ranks=1, groups_per_step=2, **({"env_weights": env_weights} if env_weights else {}))

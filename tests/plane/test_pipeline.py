@@ -48,6 +48,7 @@ from tests.support.gated_plane import (
 from tests.support.groups import named_group
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("gate", ["plan_gate", "build_gate"])
 def test_nobody_is_declared_dead_while_a_step_is_made(gate: str) -> None:
     with trying() as (plane, server, builder):
@@ -65,6 +66,7 @@ def test_nobody_is_declared_dead_while_a_step_is_made(gate: str) -> None:
         assert server.failure is None
 
 
+@pytest.mark.deep
 def test_nobody_is_declared_dead_while_a_group_is_checked() -> None:
     slow = Gate()
 
@@ -83,6 +85,7 @@ def test_nobody_is_declared_dead_while_a_group_is_checked() -> None:
         assert server.failure is None
 
 
+@pytest.mark.deep
 def test_nobody_is_declared_dead_while_space_is_freeing() -> None:
     slow = Gate()
     with served(pipeline_of, SlowSweeper(slow)) as (plane, server):

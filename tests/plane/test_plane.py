@@ -130,6 +130,7 @@ def test_processes_that_share_a_rank_are_all_waited_for(open_plane: OpenPlane) -
     close([one, two])
 
 
+@pytest.mark.deep
 def test_waiting_for_generation_has_no_deadline_while_the_plane_lives(open_plane: OpenPlane) -> None:
     impatient = replace(FAST, plane_s=FAST.plane_s / 3)
     plane = open_plane(timeouts=impatient)

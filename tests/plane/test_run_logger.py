@@ -67,6 +67,7 @@ class _Deaf(list):  # type: ignore[type-arg]
         return False
 
 
+@pytest.mark.deep
 def test_a_wait_names_rank_step_and_what_is_missing_at_that_moment(open_plane: OpenPlane) -> None:
     plane = open_plane(ranks=2, groups_per_step=3)
     alone = plane.source(1, world=2)

@@ -7,6 +7,8 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from penstock.errors import PlaneLost
 from penstock.testing.transport_suite import Ends, RestartableSuite, answer, hear
 from penstock.transport.resolving import Address, ResolvingClient
@@ -41,6 +43,7 @@ class TestResolving(RestartableSuite):
         return Ends(plane=moving.plane, client=moving.client)
 
 
+@pytest.mark.deep
 def test_a_client_that_is_answered_does_not_ask_where_the_plane_is(pace: float) -> None:
     moving, silence_s = MovingPlane(), 0.5 * pace
     with closing(moving.plane()) as plane, closing(moving.client(silence_s)) as client:
