@@ -52,9 +52,9 @@ CLAIMS = (
         rival=_QUEUE,
         figure=2.45,
     ),
-    Claim(quote="of one length 1.4 to 1.5", bench="path", row="text 512 x 4k", rival=_QUEUE, figure=1.35),
+    Claim(quote="of one length 1.4 to 1.7", bench="path", row="text 512 x 4k", rival=_QUEUE, figure=1.35),
     Claim(
-        quote="a batch in one call 1.3 to 1.9",
+        quote="a batch in one call 1.3 to 2.1",
         bench="path",
         row="text 512 x 4k, 2 ranks, put_many",
         rival=f"{_QUEUE}, whole batch",
