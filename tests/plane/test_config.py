@@ -52,12 +52,12 @@ def test_template_names_every_setting() -> None:
 
 
 def test_parts_are_built_from_names_and_tables() -> None:
-    limiter = {"kind": "samples_per_insert", "ratio": 2.0, "min_size": 8, "error_buffer": 16.0}
+    limiter = {"kind": "samples_per_insert", "ratio": 2.0, "min_size": 8, "error_buffer": 16.0, "batch_size": 4}
     replay = {"sampler": {"kind": "prioritized", "exponent": 0.5}, "remover": "uniform", "limiter": limiter}
     built = server_settings(tables(replay={**replay, "max_times_sampled": "none"})).replay
     assert built.sampler == Prioritized(0.5)
     assert built.remover == Uniform()
-    assert built.limiter == SamplesPerInsert(ratio=2.0, min_size=8, error_buffer=16.0)
+    assert built.limiter == SamplesPerInsert(ratio=2.0, min_size=8, error_buffer=16.0, batch_size=4)
     assert built.max_times_sampled is None
 
 
@@ -166,6 +166,13 @@ def test_a_wrong_value_is_blamed_on_whoever_gave_it() -> None:
         given.assign(text)
         with pytest.raises(ConfigError, match=r"^the command line: listen: empty"):
             server_settings(given)
+
+
+def test_a_limiter_that_allows_no_step_is_rejected_when_the_plane_is_opened() -> None:
+    limiter = SamplesPerInsert(ratio=1.0, min_size=8, error_buffer=8.0)
+    said = r"memory: groups_per_step: 8 with SamplesPerInsert of batch_size 1, .* give it batch_size=8"
+    with pytest.raises(ConfigError, match=said):
+        ps.open("memory:", ranks=1, seq_len=8, groups_per_step=8, limiter=limiter)
 
 
 def test_open_takes_every_setting_of_a_plane_and_no_other() -> None:

@@ -331,6 +331,16 @@ class PlaneSettings:
                 f"groups_per_step: {self.target.groups} with capacity {self.replay.capacity}; "
                 "a step could never be filled; raise the capacity"
             )
+        self._check_batch()
+
+    def _check_batch(self) -> None:
+        """Reject a limiter that allows no batch of a step's size."""
+        most, groups = self.replay.limiter.max_batch, self.target.groups
+        if most is not None and groups is not None and groups > most:
+            raise ConfigError(
+                f"groups_per_step: {groups} with {type(self.replay.limiter).__name__} of batch_size {most}, which "
+                f"takes no larger batch; give it batch_size={groups}"
+            )
 
     @property
     def late_columns(self) -> tuple[str, ...]:
