@@ -21,7 +21,7 @@ attempt, because the lease of one ran out, make groups with the same id, and the
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from enum import Enum
@@ -121,8 +121,9 @@ class PromptList:
         """Row in the log of each prompt, by number; -1 for prompts that the list no longer has."""
         self.order = order_of(opened)
         """What is still to come."""
-        self.returned: dict[Place, int] = {}
-        """Tasks to hand out again, with their attempt, first in, first out."""
+        self.returned: OrderedDict[Place, int] = OrderedDict()
+        """Tasks to hand out again, with their attempt, first in, first out. Finding the first key of a dict takes time
+        for every key deleted before it: 33 us on average while 10,000 are taken."""
         self.leased: dict[Place, int] = {}
         self.expired: dict[Place, int] = {}
         """How often in a row the lease on a task ran out."""
@@ -316,7 +317,7 @@ class PromptList:
         found.known, found.versions = saved.known, saved.versions
         found.rows = np.frombuffer(saved.rows, "<i8").astype(np.int64)
         found.order.load(saved.order, found.rows)
-        found.returned = {(epoch, prompt): attempt for epoch, prompt, attempt in saved.returned}
+        found.returned = OrderedDict(((epoch, prompt), attempt) for epoch, prompt, attempt in saved.returned)
         found.leased = {(epoch, prompt): attempt for epoch, prompt, attempt in saved.leased}
         found.held = {(epoch, prompt): HeldTask(*held) for epoch, prompt, *held in saved.held}
         found.aside = {(epoch, prompt): HeldTask(*held) for epoch, prompt, *held in saved.aside}
