@@ -44,7 +44,9 @@ def test_a_lease_costs_the_same_with_few_and_with_many_prompts(open_engine: Open
     few = opened(open_engine, ORDERS[name], 100)
     many = opened(open_engine, ORDERS[name], 100_000)
     small, large = zip(*((cost_s(few), cost_s(many)) for _ in range(3)), strict=True)
-    assert min(large) < 2 * min(small) + 0.001
+    # A thousand times as many: whatever looks at each of them takes more than five times as long. Twice as long is what
+    # a processor's caches cost beside eight busy processes.
+    assert min(large) < 5 * min(small) + 0.001
 
 
 def test_a_changed_list_of_many_prompts_is_taken_in_short_turns(open_engine: OpenEngine) -> None:
