@@ -20,11 +20,16 @@ pytestmark = pytest.mark.process
 PAGES = {"samples": "#counts table", "step": "#step-counts table", "run": ".chart", "groups": "#groups"}
 
 
+def drawn(page: Any) -> None:
+    """Wait until the page was drawn in its new size. A row drawn again under the pointer misses its click."""
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_pages_fit_a_narrow_screen(at: Any, name: str) -> None:
     page = at(f"{name}/runs/alpha/3", PAGES[name])
     page.set_viewport_size({"width": 700, "height": 900})
-    page.wait_for_timeout(150)
+    drawn(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 700
     if name != "samples":
         return
@@ -33,6 +38,7 @@ def test_pages_fit_a_narrow_screen(at: Any, name: str) -> None:
     assert not page.is_visible("#list")
     page.keyboard.press("l")
     assert page.is_visible("#list")
+    drawn(page)
     page.click("#rows .row >> nth=1")
     wait_until(page, "!document.body.classList.contains('listing')")
     keep_pictures(page, ARTIFACTS, "samples")
