@@ -195,7 +195,7 @@ with socket.create_connection((host, int(port))) as line:
     while b"READY" not in answer:
         answer += line.recv(1000)
     line.sendall(b"\\x00\\x01x" * 5000)
-    time.sleep(0.5)  # until the queue is full, and nobody takes from it
+    time.sleep(0.5)  # lets ZeroMQ fill its queue: the plane takes nothing meanwhile
     line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
 time.sleep(6)  # longer than the interval of ZeroMQ's heartbeats
 while plane.receive():

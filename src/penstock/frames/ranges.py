@@ -299,7 +299,7 @@ def _rows_held(spec: ColumnBlock, head: Head) -> tuple[NDArray[np.int64], Offset
 
 
 def _trained_only(spec: ColumnBlock, block: Block, trained: int, *, after_mask: bool) -> Block:
-    """Return the block that holds the values on trained tokens, of which there are that many."""
+    """Return the block of a column that stores only the `trained` tokens. Checks that it has one value for each."""
     if spec.rows is not None or spec.shares_prefixes or not after_mask:
         raise CorruptFrame(f"{spec.name}: values on trained tokens only, in a column that cannot have them")
     if block.arg != trained or len(block.parts) != 1:
