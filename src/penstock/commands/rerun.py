@@ -28,7 +28,7 @@ from penstock.client import open as open_plane
 from penstock.commands.terminal import Progress, size
 from penstock.commands.which_run import RUN_HELP, plane_folder
 from penstock.errors import InvalidInput
-from penstock.log import GroupRow, as_corrupt
+from penstock.log import GroupRow
 from penstock.runs import RecordedRun, rerun
 from penstock.server import printable
 
@@ -48,12 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    folder = plane_folder(args.where, args.keys)
-    with as_corrupt(folder):
-        return _run(RecordedRun.open(folder), args)
-
-
-def _run(recorded: RecordedRun, args: argparse.Namespace) -> int:
+    recorded = RecordedRun.open(plane_folder(args.where, args.keys))
     if args.plane is not None:
         return _feed(recorded, args)
     if args.diff:
