@@ -19,11 +19,18 @@ from penstock.log.sqlite_log import SqliteLog
 from penstock.log.sqlite_reader import reading_sqlite
 
 URL = "log.url"
+PLANE = "plane"
+"""The folder of a run's plane, in the layout of `penstock demo` and `penstock train`."""
 
 
 def is_run(folder: str | Path) -> bool:
     """Return whether a folder holds a run."""
     return (Path(folder) / LOG).is_file() or (Path(folder) / URL).is_file()
+
+
+def plane_of(folder: Path) -> Path | None:
+    """Return the folder of a run's plane, the run's own or `plane` inside it; None if there is none."""
+    return next((path for path in (folder, folder / PLANE) if is_run(path)), None)
 
 
 def url_of(folder: str | Path) -> str:

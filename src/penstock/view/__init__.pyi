@@ -13,7 +13,6 @@ from penstock.view.parquet import list_array as list_array
 from penstock.view.parquet import list_type as list_type
 from penstock.view.parquet import upload_records as upload_records
 from penstock.view.plane_steps import EVALUATION as EVALUATION
-from penstock.view.plane_steps import plane_of as plane_of
 from penstock.view.plot_step import Timing as Timing
 from penstock.view.plot_step import draw as draw
 from penstock.view.plot_step import picture as picture

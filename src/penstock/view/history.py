@@ -29,12 +29,13 @@ from penstock.log import (
     RunEvent,
     State,
     is_gone,
+    plane_of,
     reading,
     run_events_of,
 )
 from penstock.plane import SETTINGS, read_manifest
 from penstock.runs import LoggedStep, logged_steps
-from penstock.view.plane_steps import logger, plane_of
+from penstock.view.plane_steps import logger
 from penstock.view.run_files import RunState, last_lines
 
 MOST_PROMPTS = 1000

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.errors import InvalidInput, MissingAsset, PenstockError, UnknownKey
+from penstock.log import plane_of
 from penstock.view.folders import EXPORTS, STABLE
 from penstock.view.history import Event, Noted, PlaneNotes, deaths_of, history_of, of_exports, over_steps
 from penstock.view.index import StepIndex, branches, find
 from penstock.view.jsonl import encode_line
-from penstock.view.plane_steps import EVALUATION, dropped_of, plane_of, records_of
+from penstock.view.plane_steps import EVALUATION, dropped_of, records_of
 from penstock.view.reader import Export
 from penstock.view.record import Step
 from penstock.view.run_files import Places, as_columns, is_written, last_written, merged, rows_since, state_of
