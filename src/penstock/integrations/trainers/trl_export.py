@@ -21,10 +21,9 @@ try:
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 except ImportError as error:
-    from penstock.errors import MissingExtra
-    from penstock.extras import install
+    from penstock.extras import missing
 
-    raise MissingExtra(f"ExportTokens: needs {error.name or error}; {install('trl')}") from None
+    raise missing("ExportTokens", error, extra="trl") from None
 
 from penstock.arrays import Sample
 from penstock.packing import MicroBatch, pack
