@@ -164,12 +164,19 @@ def _rollout(parts: Sequence[Part], trajectory: Trajectory) -> str:
         info=dict(trajectory.info),
         stop_condition=trajectory.stop_condition,
         truncated=trajectory.truncated,
-        # The text of an exception may hold half of a surrogate pair, from a file name that is not UTF-8.
-        error=(trajectory.error or "")[:MAX_ERROR].encode(errors="replace").decode(),
+        error=_failure(trajectory.error),
         agent=trajectory.agent,
         seconds=trajectory.seconds,
         roles=Roles.of((part.turn.role, part.keep) for part in parts) if named else None,
     ).to_text(trajectory.where)
+
+
+def _failure(error: str | None) -> str:
+    """Return the text of an error, never empty: `str(TimeoutError())` is, and would say that nothing failed."""
+    if error is None:
+        return ""
+    # The text of an exception may hold half of a surrogate pair, from a file name that is not UTF-8.
+    return error[:MAX_ERROR].encode(errors="replace").decode() or "unknown"
 
 
 def _name(name: str, number: int) -> str | None:
