@@ -138,8 +138,8 @@ class Sums:
     max_staleness: float = 0.0
     grad_norm: float = 0.0
     priorities: dict[str, float] = field(default_factory=dict)
-    """Priority by sample id for prioritized replay: the largest |advantage| of a trained token + 0.05. Only samples of this
-    rank."""
+    """Priority by sample id for prioritized replay: the largest |advantage| of a trained token + 0.05. Only this
+    rank's samples."""
 
     def add(self, batch: MicroBatch, terms: Terms, *, version: int, loss_mask: torch.Tensor | None = None) -> None:
         """Add one micro-batch, trained with weights of `version`.
