@@ -479,6 +479,7 @@ class Engine:
                 f"resume at step {step}: steps before {oldest} were freed; resume from a checkpoint of step "
                 f"{oldest - 1} or later (retain_steps, {self.settings.retain_steps} now, says how many are kept)"
             )
+        self._check_ranks(step)
         first = self.next_step
         forget = [ForgetReports(first=step)] if self.state.reports.has_from(step) else []
         events = trainer_joined(self.log, step=step, was=first, after=after, epoch=self.log.epoch)
@@ -491,6 +492,17 @@ class Engine:
             self.counts["resumes_ahead"] += 1
             return f"resumed ahead at step {step}: steps {first} to {step - 1} count as trained, as the checkpoint says"
         return ""
+
+    def _check_ranks(self, step: int) -> None:
+        """Reject a resume after which a step would be served again that was planned for another number of ranks."""
+        ranks = self.settings.packing.ranks
+        planned = {n: len(found.rank_plans) for n, found in self.state.steps.items() if n >= step and found.rank_plans}
+        if other := [n for n, count in planned.items() if count != ranks]:
+            raise InvalidInput(
+                f"resume at step {step}: step {other[0]} was planned for {planned[other[0]]} ranks, and this plane has "
+                f"{ranks}; resume from a checkpoint of step {max(other)} or later, or open the run with ranks="
+                f"{planned[other[0]]}"
+            )
 
 
 def too_early(settings: PlaneSettings, state: PlaneState, step: int) -> str:

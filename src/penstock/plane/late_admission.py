@@ -106,16 +106,21 @@ def _lacking(metadata: GroupMetadata, group: WaitingGroup) -> NDArray[np.bool_]:
 def _rollouts(
     metadata: GroupMetadata, late: NDArray[np.float64] | None, errors: NDArray[np.bool_], origins: NDArray[np.intp]
 ) -> Rollouts:
-    """Return the numbers of a group's rollouts. Samples of one rollout have one reward."""
+    """Return the numbers of a group's rollouts. Samples of one rollout have one reward. One that failed, in the
+    producer or at the judge, is part of no baseline."""
     count = int(origins.max()) + 1
     rewards, errored, truncated = np.full(count, np.nan), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
     stored = np.frombuffer(metadata.rewards, "<f4").astype(np.float64) if metadata.rewards else None
-    cut = np.frombuffer(metadata.truncated, np.bool_)
+    cut, failed = (np.frombuffer(flags, np.bool_) for flags in (metadata.truncated, metadata.errored))
     for row, at in enumerate(origins.tolist()):
         values = [late[row] if late is not None else np.nan, stored[row] if stored is not None else np.nan]
         rewards[at] = next((value for value in (rewards[at], *values) if not np.isnan(value)), np.nan)
-        errored[at] |= errors[row]
+        errored[at] |= errors[row] or bool(len(failed) and failed[row])
         truncated[at] |= bool(len(cut) and cut[row])
+    if stored is not None:
+        # Rewards of the put are known as float32. In float64 a judge's 0.3 would differ from theirs: a group of equal
+        # rewards would pass the filter for zero variance, and grpo_std would make 0.37 of the difference.
+        rewards = _narrow("rewards", rewards).astype(np.float64)
     none = np.zeros(count, np.int64)
     return Rollouts(
         rewards=rewards,

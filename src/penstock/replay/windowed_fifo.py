@@ -117,8 +117,17 @@ class DispatchIndex:
             dispatch = self._dispatch_of.pop(slot)
             del self._live[bisect_left(self._live, (dispatch, slot))]
             if self._expected and dispatch > self._expected[0]:
-                insort(self._overtook, dispatch)
-                del self._overtook[self._window + self._enough :]  # bounded: beyond the window it makes no difference
+                self._overtake(dispatch)
+
+    def _overtake(self, dispatch: int) -> None:
+        """Note that a dispatch left before an older expected one. Between two expected ones, as many are kept as fill a
+        window: more make no difference to any of the two, nor to those before and behind them."""
+        insort(self._overtook, dispatch)
+        gap = bisect_right(self._expected, dispatch)
+        begin, end = bisect_right(self._overtook, self._expected[gap - 1]), len(self._overtook)
+        if gap < len(self._expected):
+            end = bisect_left(self._overtook, self._expected[gap])
+        del self._overtook[begin + self._window - 1 : end]
 
     def update(self, slots: NDArray[np.int64], priorities: NDArray[np.float64]) -> None:
         pass
