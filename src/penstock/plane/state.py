@@ -328,7 +328,7 @@ class PlaneState:
         elif isinstance(record, ReleaseGroup):
             self._release(self.quarantined.pop(record.op))
         elif isinstance(record, Lose):
-            self._lose(record.groups)
+            self._lose(record.groups, record.reason)
         elif isinstance(record, (AwaitColumns, AttachColumn)):
             self.late.follow(record)
             if isinstance(record, AttachColumn) and record.location:
@@ -361,13 +361,13 @@ class PlaneState:
         else:
             self.tasks.open_list(record)
 
-    def _lose(self, groups: Iterable[int]) -> None:
+    def _lose(self, groups: Iterable[int], reason: str) -> None:
         known = [op for op in groups if op in self.rows]
-        self._drop_waiting([op for op in known if op in self.late.waiting], "lost")
+        self._drop_waiting([op for op in known if op in self.late.waiting], reason)
         for row in [self.rows[op] for op in known if op in self.rows]:
             if self.tenant_tables.remove(row):
                 self._left.append((row.id, ""))
-        self._left = list({key: "lost" for key, _ in self._left}.items())
+        self._left = list({key: reason for key, _ in self._left}.items())
 
     def _set_aside(self, groups: Mapping[int, str]) -> None:
         for op, reason in groups.items():
