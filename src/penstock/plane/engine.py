@@ -262,6 +262,7 @@ class Engine:
             summaries=planned.summaries,
             oldest_version=drawn.oldest_version,
             masked=planned.masked,
+            names_clash=planned.names_clash,
         )
         with self.log.transaction():
             self.log.add_step(drawn.step, drawn.op, msgspec.msgpack.encode(manifest))
