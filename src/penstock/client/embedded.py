@@ -11,8 +11,9 @@ from typing import Any
 
 from penstock.atomic import folder_errors
 from penstock.client.api import REMOTE, unknown_address
+from penstock.client.collected import await_closing
 from penstock.client.handles import Handle, usable_url
-from penstock.client.plane import Plane, await_closing
+from penstock.client.plane import Plane
 from penstock.config import build, keywords_of, nested
 from penstock.errors import ConfigError, Conflict, PenstockError
 from penstock.log import Log

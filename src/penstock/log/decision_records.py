@@ -75,10 +75,12 @@ class DropGroup(_Record, frozen=True, tag="drop"):
 
 
 class Lose(_Record, frozen=True, tag="lose"):
-    """Groups are dropped because their frames cannot be read any longer."""
+    """Groups that wait for training are dropped: their frames cannot be read, or no sample fits `seq_len`."""
 
     groups: dict[int, str]
-    """Op of the group -> reason."""
+    """Op of the group -> what happened."""
+    reason: str = "lost"
+    """The reason that the ledger counts them under."""
 
 
 class Shorten(_Record, frozen=True, tag="shorten"):

@@ -57,7 +57,7 @@ def own(folder: Path, what: str = "plane") -> int:
         if holder == _me():
             raise LogInUse(
                 f"{folder}: this process has it open already; call close() on that {what} and on its sources first, "
-                "or open them in `with`; one that was not closed keeps it open"
+                "or open them in `with`; one that a variable still names keeps it open"
             )
         raise LogInUse(f"{folder}: another {what} has it open (process {holder}); stop it or use another folder")
     os.ftruncate(descriptor, 0)

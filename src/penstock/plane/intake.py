@@ -221,7 +221,7 @@ class Intake:
         if not group.is_evaluation:
             if metadata.kept != metadata.lengths:
                 group.over_length = OverLength.of(metadata)
-            group.is_dropped = self._is_dropped(metadata)
+            group.is_dropped = is_dropped(self._settings, metadata)
             if self._late or group.advantage:
                 group.awaited = self._awaited(group, metadata)
 
@@ -314,7 +314,7 @@ class Intake:
             self._check_own(metadata)
         if self._settings.needs:
             self._check_required(metadata)
-        if self._settings.untrained_groups == "reject" and not self._is_dropped(metadata):
+        if self._settings.untrained_groups == "reject" and not is_dropped(self._settings, metadata):
             check_trained(metadata)
         most = self._settings.replay.max_staleness
         if metadata.policy_version is None and most is not None:
@@ -324,10 +324,6 @@ class Intake:
             )
         if packing.over_cap == "strict":
             plan(join_metadata([metadata]), packing)  # reject a sample beyond a cap now, not when its step is planned
-
-    def _is_dropped(self, metadata: GroupMetadata) -> bool:
-        """Return whether `over_length` drops every sample of a group."""
-        return self._settings.over_length == "drop" and not any(metadata.kept)
 
     def check_evaluation(self, group: str, frame: Buffer) -> tuple[GroupMetadata, EvalMetadata]:
         """Return the metadata of an evaluation group. It need not meet what only training needs: `needs`, a policy
@@ -376,6 +372,11 @@ class Intake:
         for name in group.filters:
             filter_named(name)
         return Awaited(columns=found, advantage=group.advantage, filters=group.filters)
+
+
+def is_dropped(settings: PlaneSettings, metadata: GroupMetadata) -> bool:
+    """Return whether `over_length` drops every sample of a group."""
+    return settings.over_length == "drop" and not any(metadata.kept)
 
 
 def summary_of(metadata: GroupMetadata) -> Summary:

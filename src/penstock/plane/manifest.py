@@ -100,6 +100,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Tokens that an earlier policy version sampled are left out of the loss (`max_token_staleness`)."""
     masked: tuple[int, int] = (0, 0)
     """How many tokens that are, and in how many samples."""
+    names_clash: bool = False
+    """Whether a sample's id also names another group of the step, or one of its samples (`priorities.names_clash`)."""
 
     @staticmethod
     def of(rows: Sequence[GroupRow], policy_version: int) -> Manifest:

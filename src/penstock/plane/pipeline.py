@@ -364,24 +364,11 @@ class Pipeline:
 
     def _plan(self, drawn: Drawn) -> PlannedStep | _Unplannable:
         """Plan a drawn step. Runs on the steps thread."""
-        metadata = self._fitting(drawn)
+        metadata = fitting(self._engine, drawn)
         try:
             return self._builder.plan(metadata, drawn.oldest_version)
         except Exception as error:  # noqa: BLE001 - no accepted group may end the plane
             return _Unplannable(error, self._builder.unpackable(metadata))
-
-    def _fitting(self, drawn: Drawn) -> list[GroupMetadata]:
-        """Return the metadata of a step's groups, made again where another `seq_len` cut their samples."""
-        found: list[GroupMetadata] = []
-        for data, at in zip(drawn.metadata, drawn.groups, strict=True):
-            found.append(self._fit(data, at.location))
-        return found
-
-    def _fit(self, data: bytes, location: str) -> GroupMetadata:
-        settings, metadata = self._engine.settings, GroupMetadata.from_bytes(data)
-        if metadata.fits(settings.packing.seq_len):
-            return metadata
-        return metadata_for(settings, metadata, self._engine.storage.read(location)[0])
 
     def _planned(self, drawn: Drawn, found: PlannedStep | _Unplannable | Exception) -> None:
         if isinstance(found, PlannedStep):
@@ -406,7 +393,7 @@ class Pipeline:
         """Return whether any of these groups can be planned alone. Runs on the steps thread."""
         for data, location in groups:
             with suppress(Exception):
-                if not self._builder.unpackable([self._fit(data, location)]):
+                if not self._builder.unpackable([_fit(self._engine, data, location)]):
                     return True
         return False
 
@@ -495,6 +482,18 @@ class Pipeline:
             self._parts = []
             self.replanned = step
             self._failure = CorruptFrame(f"{found}; it was set aside, steps {step} to {last} are planned again")
+
+
+def fitting(engine: Engine, drawn: Drawn) -> list[GroupMetadata]:
+    """Return the metadata of a step's groups, made again where another `seq_len` cut their samples."""
+    return [_fit(engine, data, at.location) for data, at in zip(drawn.metadata, drawn.groups, strict=True)]
+
+
+def _fit(engine: Engine, data: bytes, location: str) -> GroupMetadata:
+    settings, metadata = engine.settings, GroupMetadata.from_bytes(data)
+    if metadata.fits(settings.packing.seq_len):
+        return metadata
+    return metadata_for(settings, metadata, engine.storage.read(location)[0])
 
 
 def _others(engine: Engine, drawn: Drawn) -> list[tuple[bytes, str]]:

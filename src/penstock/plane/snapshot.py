@@ -63,6 +63,8 @@ class Saved(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     tasks: list[SavedList] = []
     usable_groups: int = 0
     bias: dict[str, tuple[float, float]] = {}
+    published: list[int] = []
+    """`PlaneState.published`."""
 
     def to_bytes(self) -> bytes:
         """Encode as a checksum and the content."""

@@ -22,7 +22,7 @@ States of a group:
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
@@ -76,6 +76,8 @@ from penstock.replay import Key
 
 OVER_LENGTH_KEY = "over_length: "
 """Prefix of the key under which the log remembers a group that lost all its samples to `seq_len`."""
+_PUBLICATIONS = 8
+"""Publications by which the next ones are judged."""
 _UNUSABLE = (State.DROPPED, State.QUARANTINED)
 
 
@@ -88,6 +90,8 @@ class PlaneState:
         self.ledger = Ledger()
         self.policy_version = 0
         """The policy version that the trainer published last."""
+        self.published = deque[int](maxlen=_PUBLICATIONS)
+        """Versions by which the last commits advanced it. The first one tells only where the trainer's count begins."""
         self.next_step = 1
         """The first step that is not committed."""
         self.last_step = 0
@@ -298,6 +302,8 @@ class PlaneState:
         """Apply any other decision."""
         self.op = max(self.op, op)
         if isinstance(record, Advance):
+            if self.policy_version:
+                self.published.append(record.policy_version - self.policy_version)
             self.policy_version = record.policy_version
             self.tenant_tables.advance(self.policy_version)
             self._drop_waiting(list(self.late.waiting), "stale", only_stale=True)
@@ -328,7 +334,7 @@ class PlaneState:
         elif isinstance(record, ReleaseGroup):
             self._release(self.quarantined.pop(record.op))
         elif isinstance(record, Lose):
-            self._lose(record.groups)
+            self._lose(record.groups, record.reason)
         elif isinstance(record, (AwaitColumns, AttachColumn)):
             self.late.follow(record)
             if isinstance(record, AttachColumn) and record.location:
@@ -361,13 +367,13 @@ class PlaneState:
         else:
             self.tasks.open_list(record)
 
-    def _lose(self, groups: Iterable[int]) -> None:
+    def _lose(self, groups: Iterable[int], reason: str) -> None:
         known = [op for op in groups if op in self.rows]
-        self._drop_waiting([op for op in known if op in self.late.waiting], "lost")
+        self._drop_waiting([op for op in known if op in self.late.waiting], reason)
         for row in [self.rows[op] for op in known if op in self.rows]:
             if self.tenant_tables.remove(row):
                 self._left.append((row.id, ""))
-        self._left = list({key: "lost" for key, _ in self._left}.items())
+        self._left = list({key: reason for key, _ in self._left}.items())
 
     def _set_aside(self, groups: Mapping[int, str]) -> None:
         for op, reason in groups.items():
@@ -383,6 +389,11 @@ class PlaneState:
         self._account(row, State.QUARANTINED, State.HELD, "")
         self.bytes_of[row.run] += row.size
         self._insert(row)
+
+    @property
+    def versions_per_commit(self) -> int:
+        """The versions that a commit may publish, judged by the last ones: the most of them, and at least one."""
+        return max(self.published, default=1)
 
     def set_step(self, step: int, state: State) -> None:
         """Set the state of a step: received or trained by every rank, or to be trained again."""
@@ -429,6 +440,7 @@ class PlaneState:
             tasks=self.tasks.save(),
             usable_groups=self.usable_groups,
             bias=self.bias.sums,
+            published=[*self.published],
         )
 
     def load(self, saved: Saved, log: Log) -> dict[int, GroupRow]:
@@ -443,6 +455,7 @@ class PlaneState:
         self._last_step_of = saved.last_step_of
         self.tenant_tables.load(saved.tenant_tables)
         self.reports = saved.reports
+        self.published.extend(saved.published)
         self.leases.load(saved.leases)
         self.tasks.load(saved.tasks)
         self.usable_groups, self.bias = saved.usable_groups, Bias(saved.bias)

@@ -20,6 +20,7 @@ from penstock.errors import PenstockError
 from penstock.frames import GroupMetadata, join_metadata, late_digests, mask_stale
 from penstock.packing import Packing, plan
 from penstock.plane.manifest import GroupSummaries
+from penstock.plane.priorities import names_clash
 from penstock.protocol import Buffer, Frames, PickedGroup, Staged, StepPicks
 from penstock.storage import Pick, Storage, gather_picks
 
@@ -55,6 +56,8 @@ class PlannedStep:
     masked: tuple[int, int] = (0, 0)
     """Trained tokens that are too old and left out of the loss, and the samples that have some."""
     summaries: GroupSummaries = _NO_SUMMARIES
+    names_clash: bool = False
+    """Whether a sample's id also names another group of the step, or one of its samples."""
 
 
 Ready: TypeAlias = Callable[[Staged], None]
@@ -98,6 +101,7 @@ class StepBuilder:
             loss_tokens=made.totals.step.loss_tokens,
             masked=(made.accounting.stale_loss_tokens, made.accounting.stale_samples),
             summaries=GroupSummaries.of(metadata),
+            names_clash=names_clash(metadata),
         )
 
     def unpackable(self, metadata: Sequence[GroupMetadata]) -> dict[int, str]:
