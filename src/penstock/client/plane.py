@@ -34,7 +34,7 @@ from penstock.client.handles import Handle, nowhere
 from penstock.client.producer_connection import ProducerConnection, error_of
 from penstock.client.put_counts import PutCounts
 from penstock.convert import Advantage, Filter, Group, grpo
-from penstock.errors import Closed, InvalidInput
+from penstock.errors import Closed, InvalidInput, PeerError
 from penstock.frames import Buffer
 from penstock.notebook import html_table
 from penstock.protocol import (
@@ -498,6 +498,10 @@ class Plane:
         if isinstance(answer, Rejected):
             raise error_of(answer)
         assert isinstance(answer, SegmentOpened)
+        from penstock.storage import is_segment_name
+
+        if not is_segment_name(answer.segment):  # it becomes a file's name: `../x` would lead out of the storage
+            raise PeerError(f"{self.url}: opened segment {answer.segment!r:.80}; a name has 16 hexadecimal digits")
         return answer.segment
 
     async def _sign_urls(self, method: str, names: tuple[str, ...]) -> tuple[Sequence[str], float]:

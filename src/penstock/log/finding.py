@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.atomic import read_small
 from penstock.errors import ConfigError, Conflict, CorruptFile, PenstockError
 from penstock.log.decision_log import Log, LogReader
 from penstock.log.run_folder import LOG
@@ -29,7 +30,7 @@ def is_run(folder: str | Path) -> bool:
 def url_of(folder: str | Path) -> str:
     """Return the address of a run's log if it is in a database, else ""."""
     try:
-        return (Path(folder) / URL).read_text(encoding="utf-8").strip()
+        return read_small(Path(folder) / URL).decode().strip()
     except (FileNotFoundError, NotADirectoryError):
         return ""
 

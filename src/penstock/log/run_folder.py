@@ -31,6 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.atomic import read_small
 from penstock.errors import Conflict, CorruptFile, DiskFull, StorageError
 
 logger = logging.getLogger("penstock.disk")
@@ -174,10 +175,12 @@ class Witness:
 
 
 def read_witness(folder: Path) -> Seen | None:
-    """Read the witness of a folder. Returns None if there is none, or a power cut tore it."""
+    """Read the witness of a folder. Returns None if there is none, or it is no witness."""
     try:
-        line = (folder / WITNESS).read_bytes()[:256]
-    except FileNotFoundError:
+        line = read_small(folder / WITNESS, 256)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EINVAL, errno.EFBIG):
+            raise
         return None
     fields = line.decode("ascii", "replace").split()
     # Writing the line again from what was parsed checks everything at once: kind, padding and checksum.

@@ -48,7 +48,7 @@ def _decoded(storage: Writable, data: bytes | None) -> Marker | None:
         return None
     try:
         return _READ.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptFile(
             f"{storage.url}/marker: {error}; restore it from a copy of the storage, or make a new "
             "one with `penstock storage recover`"

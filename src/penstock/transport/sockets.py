@@ -39,8 +39,6 @@ _URL = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/]+):(?P<port>\d+|\*)|ip
 _NOW, _MORE, _READABLE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.POLLIN)
 """As plain numbers, because combining flags makes an object each time."""
 _QUEUE = 256
-_PAYLOAD_MS = 1 << 30
-"""How long a payload may take before ZeroMQ drops the connection. Effectively never: the protocol's deadlines apply."""
 _NOT_ALLOWED = 400
 """Status code of the ZeroMQ Authentication Protocol."""
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -95,10 +93,6 @@ class SocketPlane:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         configure(self._socket, payloads=True, max_message=self._max_message)
-        # libzmq 4.3.5 aborts the process (`!_io_error`, libzmq issue 4841) when it sends a heartbeat on a connection
-        # that was closed while more than `_QUEUE` of its messages wait here. A flood brings that about in seconds.
-        # TCP's keepalive finds clients that vanished, and the clients' own heartbeats are still answered.
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
         self._inbound = self._watch() if url.startswith("tcp://") else None
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error for an unknown peer, instead of a silent drop
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process that reconnects keeps its address
@@ -334,12 +328,13 @@ def configure(end: zmq.Socket[bytes], *, payloads: bool, max_message: int = MAX_
     end.setsockopt(zmq.RECONNECT_IVL, 50)
     end.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     # An idle connection must stay open, and one whose other end vanished silently must be detected. Otherwise messages
-    # would wait until TCP gives up, a quarter of an hour later. On the payload connection TCP itself has to detect it
-    # (data unacknowledged for half a minute): the answer to ZeroMQ's heartbeat waits behind the payload, so a payload
-    # that takes a slow link longer than the heartbeat's timeout would be cut off and sent again forever.
-    end.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-    end.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PAYLOAD_MS if payloads else 15_000)
-    end.setsockopt(zmq.TCP_MAXRT, 30_000)
+    # would wait until TCP gives up, a quarter of an hour later. TCP does both: keepalive while nothing is sent, and a
+    # limit for data that is not acknowledged, which is short enough to connect again before `plane_s` is over.
+    # ZeroMQ's own heartbeats stay off: libzmq 4.3.5 aborts the process (`!_io_error`, libzmq issue 4841) when it sends
+    # one on a connection that was closed while more than `_QUEUE` of its messages wait here. A flood brings that about
+    # in seconds, on either side. They would also wait behind a payload, and cut off one that a slow link delays.
+    end.setsockopt(zmq.HEARTBEAT_IVL, 0)
+    end.setsockopt(zmq.TCP_MAXRT, 30_000 if payloads else 15_000)
     end.setsockopt(zmq.TCP_KEEPALIVE, 1)
     end.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 5)
     end.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
