@@ -160,7 +160,7 @@ def connect(
     from penstock.client.source import Source
     from penstock.client.source_settings import SourceSettings
 
-    is_ray, transport = url.startswith(_RAY), client_transport(url, keys)
+    handle = Handle.of(_checked_url(url), run, keys, timeouts)
     settings = SourceSettings(
         rank=rank,
         world=world,
@@ -169,9 +169,15 @@ def connect(
         resume_step=resume_step,
         prefetch=prefetch,
         run=run,
-        timeouts=timeouts or (_cluster_timeouts() if is_ray else Timeouts()),
+        timeouts=timeouts or (_cluster_timeouts() if url.startswith(_RAY) else Timeouts()),
     )
-    return Source(transport, settings, handle=Handle.of(url, run, keys, timeouts))
+    return Source(client_transport(url, keys), settings, handle=handle)  # last: a transport must be closed
+
+
+def _checked_url(url: object) -> str:
+    if not isinstance(url, str):
+        raise ConfigError(f"connect: {url!r:.80}; give the address of a plane as text, such as 'tcp://HOST:PORT'")
+    return url
 
 
 def client_transport(url: str, keys: str | Path | None = None) -> ClientTransport:

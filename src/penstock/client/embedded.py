@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,17 @@ def open_settings(where: str, settings: PlaneSettings) -> Plane:
     """Open a plane from a settings record."""
     memory = MemoryPlane()
     log = _open_log(where, settings)
-    try:
-        others = [
-            plane_transport(url, settings.keys, max_message=settings.max_message_bytes) for url in settings.listen
-        ]
+    with ExitStack() as opened:
+        opened.callback(log.close)
+        others = list[PlaneTransport]()
+        for url in settings.listen:
+            others.append(plane_transport(url, settings.keys, max_message=settings.max_message_bytes))
+            opened.callback(others[-1].close)
         with folder_errors(where or log.where):
             server = PlaneLoop(settings, log, [memory, *others])
         memory.last_words = server.last_words
         note_listening(log, [usable_url(transport.url) for transport in others])
-    except BaseException:
-        log.close()
-        raise
+        opened.pop_all()  # from here on the plane's loop closes log and transports
     thread = threading.Thread(target=_run, args=(server,), name="penstock-plane", daemon=True)
     thread.start()
     url = usable_url(others[0].url) if others else where or log.where

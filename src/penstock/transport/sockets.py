@@ -27,7 +27,7 @@ from penstock.protocol import Buffer, Frames, Peer
 from penstock.transport import forked_sockets
 from penstock.transport.inbound import SLACK_BYTES, Inbound, is_supported
 from penstock.transport.interface import Envelope, Wake
-from penstock.transport.keys import WRITER, ClientKeys, PlaneKeys, guard, refuse_strangers
+from penstock.transport.keys import WRITER, ClientKeys, Guard, PlaneKeys, guard, refuse_strangers
 
 logger = logging.getLogger("penstock.sockets")
 MAX_MESSAGE = 2**31 - 1
@@ -92,15 +92,23 @@ class SocketPlane:
             _check_free(url.removeprefix("ipc://"))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._inbound: Inbound | None = None
+        self._guard: Guard | None = None
+        try:
+            self._listen(url)
+        except BaseException:
+            self.close()
+            raise
+
+    def _listen(self, url: str) -> None:
         configure(self._socket, payloads=True, max_message=self._max_message)
         self._inbound = self._watch() if url.startswith("tcp://") else None
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error for an unknown peer, instead of a silent drop
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process that reconnects keeps its address
-        self._guard = guard(self._context, self._socket, keys) if keys else None
+        self._guard = guard(self._context, self._socket, self.keys) if self.keys else None
         try:
             self._socket.bind(url)
         except zmq.ZMQError as error:
-            self.close()
             busy = error.errno == zmq.EADDRINUSE
             remedy = "is another plane running there?" if busy else "give an address that this host has"
             raise ConfigError(f"address {url!r}: {zmq.strerror(error.errno or 0)}; {remedy}") from None
@@ -109,12 +117,8 @@ class SocketPlane:
         forked_sockets.close_in_children(self._url)
         if self._url.startswith("ipc://"):
             os.chmod(self._url[len("ipc://") :], 0o600)  # noqa: PTH101
-        if keys and self._guard:
-            try:
-                refuse_strangers(self._url, keys, self._guard)
-            except Exception:
-                self.close()
-                raise
+        if self.keys and self._guard:
+            refuse_strangers(self._url, self.keys, self._guard)
 
     def _watch(self) -> Inbound | None:
         if not is_supported():
@@ -205,10 +209,14 @@ class SocketClient:
         """The keys it connects with."""
         check_url(url, secured=keys is not None)
         self._context = zmq.Context()
+        try:
+            self._small, self._large = connected_pair(self._context, url, keys)
+        except zmq.ZMQError as error:
+            self._context.destroy(0)  # one that is collected with open sockets waits for them without limit
+            raise ConfigError(f"address {url!r}: {zmq.strerror(error.errno or 0)}") from None
         self._wake = Wake()
         self._poller = zmq.Poller()
         self._poller.register(self._wake.descriptor, zmq.POLLIN)
-        self._small, self._large = connected_pair(self._context, url, keys)
         for end in (self._small, self._large):
             self._poller.register(end, zmq.POLLIN)
         self._url = url
