@@ -39,6 +39,7 @@ logger = logging.getLogger("penstock.disk")
 
 _LOCK = "lock"
 _LOOK_S = 0.05
+"""Interval of the check whether another process has let go of a folder."""
 _open: set[int] = set()
 _registered: list[bool] = []
 
@@ -229,7 +230,7 @@ def _line(run_id: str, commits: int) -> bytes:
 # ---------------------------------------------------------------------------------------------------------- the reserve
 
 RESERVE = "reserve"
-_LOOK_S = 1.0
+_RESTORE_S = 1.0
 """Interval of the check whether somebody else deleted the reserve."""
 _FREES_NOTHING = (
     'this run keeps everything (retain="all") and frees nothing: make room, raise max_disk_bytes, or let it forget '
@@ -276,7 +277,7 @@ class Disk:
             return True
         if not self._path.exists() and not self._make(self._path):
             return False
-        self._look_at = now + _LOOK_S
+        self._look_at = now + _RESTORE_S
         return True
 
     def _make(self, path: Path) -> bool:
