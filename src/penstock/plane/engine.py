@@ -197,7 +197,7 @@ class Engine:
         self.recorder.decide(Discard(reason=reason, samples=samples, key=key), event)
         self.acceptance.filtered_in_a_row[reason] += 1
 
-    # -------------------------------------------------------------- runs
+    # -------------------------------------------------------------- tenants
 
     def share(self, tenant: str, weight: float) -> None:
         """Set the weight of a tenant. Admits a new tenant, or an evicted one again."""
@@ -218,8 +218,8 @@ class Engine:
     def tenants(self) -> dict[str, dict[str, Any]]:
         """Return the state of each tenant, evicted ones included."""
         return {
-            tenant: metadata | {"held_bytes": self.state.bytes_of[tenant]}
-            for tenant, metadata in self.tenant_tables.report().items()
+            tenant: found | {"held_bytes": self.state.bytes_of[tenant]}
+            for tenant, found in self.tenant_tables.report().items()
         }
 
     # -------------------------------------------------------------- steps out
@@ -375,7 +375,7 @@ class Engine:
 
     def settle(self, group: str, *, drop: bool) -> None:
         """Drop a group in quarantine, or release it to wait for training again."""
-        row = self._set_aside(group)
+        row = self._quarantined_row(group)
         if not drop and not self.tenant_tables.table(row.run).may_insert(ahead=self.acceptance.ahead(row.run)):
             raise Overloaded(f"release of group {group!r}: its table is full; try again later", retry_after_s=1.0)
         self.recorder.decide(DropGroup(op=row.op) if drop else ReleaseGroup(op=row.op))
@@ -385,7 +385,7 @@ class Engine:
         rows = list(self.state.quarantined.values())[-most:]
         return [{"id": row.id, "run": row.run, "samples": row.samples, "reason": row.reason} for row in rows]
 
-    def _set_aside(self, group: str) -> GroupRow:
+    def _quarantined_row(self, group: str) -> GroupRow:
         found = next((row for row in self.state.quarantined.values() if row.id == group), None)
         if found is None:
             known = ", ".join(repr(row.id) for row in list(self.state.quarantined.values())[:5]) or "none"
@@ -436,8 +436,8 @@ class Engine:
     def _save_now_and_then(self) -> None:
         """Write a snapshot of memory once `snapshot_every` decisions were made since the last one.
 
-        With more groups held than that, once as many were made as groups are held: a snapshot costs as much as it
-        holds, so its cost per decision stays constant."""
+        While more groups than that are held, waits for as many decisions as there are groups: a snapshot's cost grows
+        with its groups, so its cost per decision stays constant."""
         if self.state.is_drawing or self.state.op - self.recorder.saved_op < max(
             self.settings.snapshot_every, len(self.state.rows)
         ):
@@ -464,8 +464,8 @@ class Engine:
         session before failed.
 
         Returns a note if that rewinds or skips steps, or "". A commit does not wait for its answer, so a checkpoint may
-        be ahead of the log: it is believed up to one above the last step that all ranks had. Steps planned before this
-        plane started may have been delivered without that being on disk.
+        be ahead of the log. It is accepted up to one above the last step that all ranks had. Steps planned before this
+        plane started count as had, because the note of a delivery may not have reached the disk.
         """
         last = self._last_delivered = max(self._last_delivered, self.next_step - 1)
         if step > last + 1:

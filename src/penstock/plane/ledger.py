@@ -1,4 +1,4 @@
-"""What the plane counts of groups: samples by state, and kinds of held groups.
+"""The plane's counts of groups: samples by state, and kinds of held groups.
 
 The ledger: every accepted sample is in exactly one state, so the states sum to what was accepted. All of it follows
 from the log, so a restart goes on with the same figures.

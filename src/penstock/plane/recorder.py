@@ -68,8 +68,8 @@ class Recorder:
     def rebuild(self) -> None:
         """Rebuild memory from the log. What is not in the log did not happen.
 
-        If that fails, the error is one that ends the plane: memory holds half of a decision, such as a step that is
-        drawn and has no plan, and every later session would fail at it."""
+        If that fails, raises an error that ends the plane: memory may hold half of a decision, such as a step that is
+        drawn and has no plan, and every later session would fail on it."""
         try:
             self._load()
         except (Fenced, LogAway):

@@ -89,7 +89,7 @@ def as_toml(settings: PlaneSettings) -> str:
 
 
 def keeps_all(settings: PlaneSettings, log: Log) -> bool:
-    """Return whether the run frees nothing. The log remembers it: a later start without `retain="all"` continues so."""
+    """Return whether the run frees nothing. The log remembers it: a later start without `retain="all"` keeps to it."""
     known = log.text("retain") == "all"
     if settings.retain == "all" and not known:
         with log.transaction():
@@ -182,7 +182,7 @@ _READ_CUTS = msgspec.json.Decoder(list[tuple[int, int]])
 
 
 def _counted_cuts(log: Log) -> list[tuple[int, int]]:
-    """Return (op, seq_len) of earlier starts with a smaller `seq_len`: groups of earlier ops are counted up to it.
+    """Return (op, seq_len) of earlier starts with a smaller `seq_len`: of groups before op, the cut to it is counted.
 
     A later cut to the same length or less takes the place of earlier ones, so lengths ascend:
 
@@ -198,7 +198,7 @@ def _counted_cuts(log: Log) -> list[tuple[int, int]]:
 def _further_cuts(
     settings: PlaneSettings, recorder: Recorder, storage: Storage, counted: list[tuple[int, int]]
 ) -> Iterator[tuple[OverLength, OverLength]]:
-    """Yield what each waiting group that is cut further loses in all, and beyond what it lost before."""
+    """For each waiting group that is cut further, yield what it loses in total, and beyond what it lost before."""
     state, seq_len = recorder.state, settings.packing.seq_len
     for row in [*map(state.row_of, recorder.tenant_tables), *(state.rows[op] for op in state.late.waiting)]:
         data = recorder.log.metadata(row.op)

@@ -305,6 +305,7 @@ class Segments:
             self.live_bytes += at.size
         else:
             self.dead_bytes += at.size
+            # After a failed commit the same put may be repeated, so the extent is open again; `reject` closes it.
             one.taken.remove((at.offset, at.end))
             self._maybe_empty[at.segment] = None
 

@@ -167,7 +167,7 @@ class PlaneState:
         self.rows[row.op], self.by_id[row.id] = row, row.op
         awaited = self.late.expected.pop(row.id, None)
         if awaited is not None:
-            # It holds its place in the order of dispatch. Before its lease ends, or the window would move on.
+            # It keeps its place in the order of dispatch. Before its lease ends, or the window would move past it.
             lease = self.leases.number_of(PROMPT, row.id)
             self.tenant_tables.table(row.run).expect(row.op if lease is None else lease)
         if self.tasks.lists:
@@ -209,13 +209,13 @@ class PlaneState:
         return self.late.remove(row)
 
     def _move_frame(self, op: int, location: str) -> None:
-        """Give a group another frame. After a restart, the log's row has the last one already, or none: it was freed.
-        The room that the group takes stays that of its put, because an attach does not wait for room."""
+        """Note a group's new frame. After a restart the row from the log has the last location already, or none if the
+        frame was freed. The group counts with the size of its put, because an attach never waits for room."""
         if op in self.rows and self.rows[op].location:
             self.rows[op] = replace(self.rows[op], location=location)
 
     def _admit(self, record: AdmitGroup) -> None:
-        """Let a group into its table that has its columns, or drop it."""
+        """Move a group that has its columns into its table, or drop it."""
         if record.reason:
             self._drop_waiting([record.group], record.reason)
             return
@@ -367,13 +367,14 @@ class PlaneState:
         for row in [self.rows[op] for op in known if op in self.rows]:
             if self.tenant_tables.remove(row):
                 self._left.append((row.id, ""))
+        # A group in a table is listed twice, by `remove` and above; the dict keeps one.
         self._left = list({key: "lost" for key, _ in self._left}.items())
 
     def _set_aside(self, groups: Mapping[int, str]) -> None:
         for op, reason in groups.items():
             row = self.rows[op]
             self.tenant_tables.remove(row)
-            self._left.clear()
+            self._left.clear()  # `remove` listed it as having left its table; it is finished here instead
             self._finish(op, State.QUARANTINED, reason)
             self.quarantined[op] = replace(row, state=State.QUARANTINED, reason=reason)
 

@@ -1,4 +1,4 @@
-"""Takes lists of prompts from workers: their settings, and what the log lacks of their prompts.
+"""Receives lists of prompts from workers: settings, and the prompts that the log lacks.
 
 A worker offers a list by its digest. If the plane lacks it, the worker sends the chunks that are missing, and offers it
 again. Rows for its prompts are reserved then, and belong to the list once a decision opens it.
@@ -155,8 +155,8 @@ class PromptLists:
         return bool(self._to_open)
 
     def open_next(self) -> None:
-        """Open the list that arrived first. One list a turn: what a changed list is compared with is decided then. A
-        large one takes several turns, so that heartbeats do not wait for it."""
+        """Open the list that arrived first. One list per turn: the version that a changed list is compared with must be
+        in the log. A large list takes several turns, so heartbeats do not wait for it."""
         if not self._to_open:
             return
         upload, offer = self._to_open[0], self._to_open[0].offer
@@ -217,7 +217,7 @@ class PromptLists:
 
 
 def _settings(offer: OfferPrompts) -> OfferPrompts:
-    """Return everything that an offer says, whoever makes it."""
+    """Return an offer without its ticket, to compare offers of different workers."""
     return msgspec.structs.replace(offer, ticket=0)
 
 
