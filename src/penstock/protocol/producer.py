@@ -313,9 +313,9 @@ class ProducerSession:
         return Answered(ticket, Rejected(ticket=ticket, kind="InvalidInput", reason=reason))
 
     def stop_waiting(self, ticket: int) -> tuple[Rejected | None, list[Event]]:
-        """Take back a group that waits for room. Returns why it waits.
+        """Take back a group that waits for room. Returns the plane's reason why it waits.
 
-        Returns None if it does not wait for room, or the plane has not answered yet: then the answer decides.
+        Returns None if the group does not wait for room, or if the plane has not answered yet: its answer will decide.
         """
         question = self._open.get(ticket)
         if not isinstance(question, _Put):
