@@ -70,7 +70,7 @@ def discard_message(
     rewards: Iterable[float | None],
     lengths: Iterable[int],
 ) -> Discard:
-    """Return the message that counts filtered samples. Its ticket is to be set."""
+    """Return the message that counts filtered samples. The caller sets its ticket."""
     scored = _shown("rewards", rewards, lambda one: None if one is None or one != one else float(one))
     return Discard(
         ticket=0,

@@ -1,4 +1,4 @@
-"""What became of a group, as `Plane.has` returns it."""
+"""The state of a group, as `Plane.has` returns it."""
 
 from __future__ import annotations
 
