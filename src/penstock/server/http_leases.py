@@ -87,7 +87,7 @@ class AskedAttach(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class AttachedCounts(msgspec.Struct, kw_only=True):
-    """What became of the values, in samples."""
+    """The result of an attach, in samples."""
 
     new: int
     known: Annotated[int, Meta(description="had the same value already")]
