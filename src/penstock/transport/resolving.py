@@ -154,7 +154,7 @@ class ResolvingClient:
             return None
         try:
             got = self._inner.receive(timeout_s)
-        except KeyRefused:  # it may have other keys by now: ask, as of a plane that does not answer
+        except KeyRefused:  # the plane may have new keys: treated as silence, so its address is looked up again
             return None
         if got is not None:
             self._resolver.on_received()
