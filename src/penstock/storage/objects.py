@@ -103,7 +103,7 @@ class ObjectStorage:
         return run(self.sign_async(method, names, seconds))
 
     async def sign_async(self, method: Literal["GET", "PUT"], names: Sequence[str], seconds: float) -> list[str]:
-        """Do what `sign` does, on the thread that makes all requests."""
+        """`sign`, for callers on the thread that makes all requests."""
         import obstore
 
         valid = timedelta(seconds=seconds)
@@ -248,7 +248,7 @@ class ObjectStorage:
 
     @property
     def place(self) -> str:
-        """Where it is, for messages."""
+        """Its location, for messages."""
         return self.url
 
     def is_there(self) -> bool:

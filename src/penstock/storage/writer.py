@@ -49,7 +49,7 @@ class Writer:
         try:
             try:
                 return self._append(frames, deadline)
-            except SegmentSealed:  # by a plane that was started again, before it was asked to sign this write
+            except SegmentSealed:  # a restarted plane sealed it and does not sign this write
                 return self._append(frames, deadline)
         finally:
             size = sum(len(piece) for pieces in frames for piece in pieces)
