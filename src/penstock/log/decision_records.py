@@ -112,7 +112,7 @@ class ForgetReports(_Record, frozen=True, tag="forget reports"):
 
 
 class Awaited(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a group waits for."""
+    """The columns that a group waits for, and what to compute when it has them."""
 
     columns: dict[str, tuple[int, ...]]
     """Column -> the samples that lack it, by position."""
@@ -155,7 +155,7 @@ class AdmitGroup(_Record, frozen=True, tag="admit group"):
     group: int
     """Its op."""
     kinds: tuple[tuple[str, str], ...] = ()
-    """What it asks of the other groups in its step, now that it has its columns."""
+    """What all groups of its step must have in common with it, now that it has its columns."""
     reason: str = ""
     """Why it is dropped; empty: it enters its table."""
     overdue: bool = False
@@ -168,7 +168,7 @@ class HandOut(_Record, frozen=True, tag="hand out"):
     kind: str
     """"prompt" or "column"."""
     keys: tuple[str, ...]
-    """What is leased, in the words of its kind."""
+    """What is leased: tasks, or columns of groups."""
     worker: str
     """The process that works on it."""
     lease_s: float

@@ -44,7 +44,7 @@ _ODD = (
     RecursionError,
     msgspec.MsgspecError,
 )
-"""What reading values raises that no plane writes: a number that is text, bytes that are no record, a step too many."""
+"""Errors that reading raises for values that no plane writes, such as text for a number, or bytes of no record."""
 
 
 @contextmanager

@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 class State(IntEnum):
-    """Where a group is. Steps use SCHEDULED, DELIVERED and COMMITTED."""
+    """The state of a group. Steps use SCHEDULED, DELIVERED and COMMITTED."""
 
     HELD = 0
     SCHEDULED = 1
@@ -92,7 +92,7 @@ def _kinds(data: bytes) -> tuple[tuple[str, str], ...]:
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """What the plane decides with: one accepted group. Its metadata is in a table beside it, its frame in storage."""
+    """One accepted group, as the plane decides with it. Its metadata is in another table, its frame in storage."""
 
     op: Annotated[int, Column("int")]
     """Number of the decision that accepted it: groups sort by arrival."""
@@ -195,7 +195,7 @@ MAX_SHOWN = 256
 
 
 class Summary(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What an event shows of a group beside its row. Arrays are little-endian bytes, one number per sample."""
+    """The part of an event that is not in its group's row. Arrays are little-endian bytes, one number per sample."""
 
     env: str = ""
     tenant: str = ""

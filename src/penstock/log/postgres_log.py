@@ -135,8 +135,8 @@ class PostgresLog(Log):
     def _take_over(self, connection: Connection, *, take_over: bool) -> None:
         """Begin a new epoch. From now on earlier planes can write nothing."""
         self._make_tables(connection)
-        # The advisory lock only says that a plane is at work. What fences is the epoch: sessions die late and poolers
-        # lose locks, but no commit passes `begin_commit` with an old epoch.
+        # The advisory lock only says that a plane is at work. Fencing relies on the epoch: sessions die late and
+        # poolers lose locks, but no commit passes `begin_commit` with an old epoch.
         is_free = self._try_lock(connection)
         found = self._owner(connection)
         if not is_free and not take_over:

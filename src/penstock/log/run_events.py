@@ -1,4 +1,4 @@
-"""What happened to a run's processes: planes that start and end, trainers that join. Noted in the log for its readers.
+"""Events of a run's processes: planes that start and end, trainers that join. Noted in the log for its readers.
 
 Decisions have numbers and no times, and none of them says that a plane was killed. So a plane notes the few moments a
 reader wants to see beside the steps. No decision depends on them.

@@ -1,4 +1,4 @@
-"""What a plane keeps in the run's folder beside the log: the lock, the witness and the reserve.
+"""The files in a run's folder beside the log: the lock, the witness and the reserve.
 
 The lock: one process owns a folder, until it closes the lock or ends, however it ends. A lock of `flock` lives as long
 as any process has its file open, so a forked child would keep it. A child closes the file as soon as it runs, in case
@@ -231,7 +231,7 @@ def _line(run_id: str, commits: int) -> bytes:
 
 RESERVE = "reserve"
 _RESTORE_S = 1.0
-"""Interval of the check whether somebody else deleted the reserve."""
+"""Interval of the check whether another process deleted the reserve."""
 _FREES_NOTHING = (
     'this run keeps everything (retain="all") and frees nothing: make room, raise max_disk_bytes, or let it forget '
     "what was trained with `penstock storage forget`"
