@@ -37,7 +37,7 @@ MAX_PARAMETERS = 64 << 10
 
 
 class Seen(Protocol):
-    """What a curriculum reads of an event."""
+    """The fields of an event that a curriculum reads."""
 
     @property
     def outcome(self) -> str: ...
@@ -53,8 +53,8 @@ class Curriculum(Protocol):
     """Chooses prompts."""
 
     def begin(self, prompts: Sequence[Any], seed: int) -> None:
-        """Start with these prompts: their names, or anything that can be a key. Raises InvalidInput if there is none,
-        or one twice."""
+        """Start with these prompts: their names, or anything that can be a key. Raises InvalidInput if there are none,
+        or if one is given twice."""
 
     def observe(self, event: Seen) -> None:
         """Learn from an event. Events of other prompts are ignored."""
@@ -66,8 +66,8 @@ class Curriculum(Protocol):
         """Return everything but the settings, as plain data."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, after `begin` with the same seed. Prompts that are new since count as not drawn yet,
-        and what is known about others that are gone is forgotten."""
+        """Continue from `state`, after `begin` with the same seed. New prompts count as not drawn yet. What is known
+        about prompts that are gone is forgotten."""
 
 
 class DrawingCurriculum(Curriculum, Protocol):
@@ -77,7 +77,7 @@ class DrawingCurriculum(Curriculum, Protocol):
         """Return the prompt that `next` would return. Changes nothing."""
 
     def take(self, prompt: Any) -> None:
-        """Apply that a prompt was drawn."""
+        """Apply the draw of a prompt."""
 
     def untake(self, prompt: Any) -> None:
         """Undo the last `take`, which was of this prompt."""

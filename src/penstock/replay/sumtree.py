@@ -30,6 +30,8 @@ MAX_PENDING = 32_768
 
 
 class SumTree:
+    """The weights of slots 0 .. capacity - 1."""
+
     def __init__(self, capacity: int) -> None:
         num_leaves = 1 << max(1, (capacity - 1).bit_length())
         width = min(TOP, num_leaves)
