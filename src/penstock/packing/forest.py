@@ -120,7 +120,7 @@ class Forest:
 
     @property
     def digested(self) -> dict[str, Cells]:
-        """What a digest covers: the columns and the places of the samples. All else follows from these."""
+        """The arrays that a digest covers: the columns and the places of the samples. All else follows from these."""
         return {**{f"forest.{name}": cells for name, cells in self.columns.items()}, "forest.index": self.index}
 
     def mask(self) -> NDArray[np.bool_]:

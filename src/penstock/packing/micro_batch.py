@@ -206,14 +206,8 @@ class MicroBatch:
             for array in arrays_in(cells):
                 state.update(f"{name}:{array.dtype.str}:{array.shape};".encode())
                 state.update(np.ascontiguousarray(array).data)
-        metadata = (
-            self.segments.ids,
-            self.run,
-            self.modality,
-            self.is_dummy,
-            [(i.hash, i.offset) for i in self.images],
-        )
-        state.update(repr(metadata).encode())
+        images = [(image.hash, image.offset) for image in self.images]
+        state.update(repr((self.segments.ids, self.run, self.modality, self.is_dummy, images)).encode())
         return state.hexdigest()
 
     def __repr__(self) -> str:
