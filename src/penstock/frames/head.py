@@ -304,7 +304,7 @@ def _read_codes(reader: Reader, spec: TextBlock, n: int) -> list[int] | None:
 
 
 def _read_same_text(reader: Reader, spec: TextBlock, n: int) -> tuple[str, ...]:
-    """Do what `_read_text` does for the usual case that all samples have the same text."""
+    """`_read_text` for the usual case that all samples have the same text."""
     length = reader.read_number(spec.lengths, spec.name)
     blob = bytes(reader.bytes(spec.num_bytes, spec.name))
     if length != len(blob) or reader.bytes(4, spec.name) != bytes(4):

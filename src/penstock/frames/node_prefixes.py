@@ -1,4 +1,4 @@
-"""How far samples agree in every input of the model: token ids, columns per node, and images.
+"""Finds how far samples agree in every input of the model: token ids, columns per node, and images.
 
 The frame knows how far ids agree. But two images may have the same placeholder ids, and two samples may have been
 routed to different experts over the same tokens: the computation diverges there, and so does the tree.
