@@ -2,10 +2,10 @@
 
 Nothing here waits, sends, reads a clock or opens a frame. A decision is written to the log before it changes memory and
 before any client is answered. Two decisions take two calls, because the work between them depends on the size of the
-data and runs on worker threads (`intake`, `step_builder`):
+data and runs on worker threads (`intake`, `step_builder`). Groups are accepted by `acceptance`:
 
-    offer   is there room, is it known?    then the frame is checked and stored         arrive and flush: accepted
-    draw    which groups make the step?    then the step is planned from metadata       record: planned, durable
+    offer       is there room, is it known?    the frame is checked and stored      arrive and flush: accepted
+    draw_step   which groups make the step?    the step is planned from metadata    record: planned, durable
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Groups in, steps out: decisions run on the loop's thread, work that grows with the data on worker threads.
 
-    put      engine.offer  ->  [intake: check, make metadata, write, sync]  ->  engine.arrive, flush    answered
-    stored   engine.offer  ->  check its metadata                           ->  engine.arrive, flush    answered
-    step     engine.draw   ->  [steps: plan from metadata]                  ->  engine.record           durable
-                           ->  [steps: gather the payloads]                 ->  staged                  delivered
+    put      offer         ->  [intake: check, make metadata, write, sync]  ->  arrive, flush    answered
+    stored   offer         ->  check its metadata                           ->  arrive, flush    answered
+    step     draw_step     ->  [steps: plan from metadata]                  ->  record           durable
+                           ->  [steps: gather the payloads]                 ->  staged           delivered
+
+`Acceptance` has the decisions about groups, `Engine` those about steps.
 
 The parts in brackets run on a worker thread and touch nothing but storage. So no turn of the loop depends on the size
 of a group or a step: heartbeats, puts and answers continue while a step is built.

@@ -131,6 +131,7 @@ class Durations:
     """Histograms of a plane's work, and a list of the last slow pieces. `add` may be called from any thread."""
 
     def __init__(self) -> None:
+        self._slow_s = SLOW_S
         self._lock = threading.Lock()
         self._histograms = {work: Histogram() for work in WORK}
         self._slow = dict.fromkeys(WORK, 0)
@@ -142,7 +143,7 @@ class Durations:
             found = self._histograms[work]
             found.counts[bisect_left(BOUNDS, seconds)] += 1
             found.total_s += seconds
-            if seconds < SLOW_S:
+            if seconds < self._slow_s:
                 return
             self._slow[work] += 1
             count = self._slow[work]
@@ -156,7 +157,7 @@ class Durations:
     def slow(self) -> dict[str, Any]:
         """Return how often each kind of work was slow and the last of it, oldest first, for `status()`."""
         with self._lock:
-            return {"above_s": SLOW_S, "counts": dict(self._slow), "last": list(self._last)}
+            return {"above_s": self._slow_s, "counts": dict(self._slow), "last": list(self._last)}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the bucket bounds and the counts of each kind of work, for `status()`."""

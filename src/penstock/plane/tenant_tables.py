@@ -203,10 +203,6 @@ class TenantTables:
         found = {name: table.waits_for for name, table in sorted(self.tables.items())}
         return "; ".join(f"{name}: {text}" if name else text for name, text in found.items() if text)
 
-    def is_waiting(self, row: GroupRow) -> bool:
-        """Return whether a group is in its table or queue."""
-        return row.id in self or any(waiting.op == row.op for waiting in self.overflow.get(row.run, ()))
-
     def __len__(self) -> int:
         return sum(map(len, self.tables.values())) + sum(map(len, self.overflow.values()))
 

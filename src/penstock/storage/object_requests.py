@@ -258,8 +258,6 @@ async def persist(
         left = max(end - time.monotonic(), 1.0)
         try:
             return await asyncio.wait_for(act(), min(_ATTEMPT_S + longer, left))
-        except asyncio.CancelledError:
-            raise
         except Exception as error:  # noqa: BLE001 - whatever the client raises becomes ours
             found = failure_of(error, where)
         wait = pause * _JITTER.uniform(0.5, 1.0)  # so that many clients do not come back at once
