@@ -58,7 +58,7 @@ class ColumnLease:
         samples: Sequence[Sample],
         seen: Leased | None = None,
     ) -> None:
-        """`seen`: what a worker that sees the storage knows of these groups."""
+        """`seen`: the storage and the picks, if this worker sees the storage."""
         self.column = asked.column
         self.samples = list(samples)
         """The samples that lack the column: `id`, `group`, `prompt`, `env`, `token_ids`, `loss_mask`, `rollout`."""

@@ -259,7 +259,7 @@ class Plane:
         return await self._aput(encoded, lambda: encoded, timeout, evaluation=evaluation)
 
     async def _alearn_tables(self) -> None:
-        """Learn whether groups wait by environment, so that those of one do not take the places of the others."""
+        """Learn whether groups wait by environment. If so, each environment has its own places."""
         if not self._connection.session.is_attached:
             await self._arun(
                 self._connection.ask(lambda ticket: Attach(ticket=ticket, run=self._connection.session.run))

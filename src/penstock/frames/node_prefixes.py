@@ -17,7 +17,7 @@ _FEW_BYTES = 1 << 16
 
 
 def node_prefixes(samples: Samples, prefixes: Prefixes | None) -> SharedPrefixes:
-    """Return what these samples share, given what they share of their ids."""
+    """Return what these samples share in all inputs of the model, given what their ids share."""
     count = len(samples)
     if prefixes is None:
         return SharedPrefixes.none(count)

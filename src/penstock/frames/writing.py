@@ -130,7 +130,7 @@ def frame_pieces(
 
 
 def _texts(batch: Samples) -> list[str]:
-    """Return the text columns to write: those that every frame has, and those that a sample has."""
+    """Return the text columns to write: those of every frame, and optional ones that some sample has."""
     return [name for name in TEXT_COLUMNS if name in TEXTS or any(batch.text[name])]
 
 

@@ -308,7 +308,8 @@ class Log(LogReader):
             raise Fenced(f"epoch {self.epoch}: the run was taken over by epoch {current}; this plane must end")
 
     def look_up(self, groups: Sequence[str], discards: Sequence[str]) -> None:
-        """Read ahead what `digest_of` and others need of these groups, and `is_discarded` of these names."""
+        """Read ahead, with few queries, what `digest_of` and others will need of these groups and `is_discarded` of
+        these names."""
 
     # -------------------------------------------------------------- statements; each database has its own
 

@@ -46,7 +46,7 @@ def state_of(number: object) -> State:
     """Return the state that a log has as a number. Raises CorruptFile if there is none."""
     if isinstance(number, int) and 0 <= number < len(STATES):
         return STATES[number]
-    raise CorruptFile(f"log: a group or step has state {number!r:.40}; from 0 to {len(STATES) - 1} are known")
+    raise CorruptFile(f"log: a group or step has state {number!r:.40}; states 0 to {len(STATES) - 1} are known")
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,7 +175,7 @@ class Witness:
 
 
 def read_witness(folder: Path) -> Seen | None:
-    """Read the witness of a folder. Returns None if there is none, or a power cut tore it."""
+    """Read the witness of a folder. Returns None if the file is missing, or was torn by a power cut."""
     try:
         line = (folder / WITNESS).read_bytes()[:256]
     except FileNotFoundError:

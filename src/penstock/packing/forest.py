@@ -288,7 +288,7 @@ def _check_shared(token_ids: Array, offsets: NDArray[np.int64], shared: NDArray[
 def _from_samples(
     samples: Samples, name: str, rows: NDArray[np.intp], lengths: NDArray[np.int64], shared: NDArray[Any]
 ) -> Sequence[Array]:
-    """Return a column that the micro-batch itself lacks, straight from the samples, which all have it or none."""
+    """Return a column that the micro-batch itself lacks, straight from the samples. Either all have it or none has."""
     column = samples.columns.get(name)
     if column is None or not column.lengths[rows].any():
         return []

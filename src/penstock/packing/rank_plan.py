@@ -49,7 +49,7 @@ class RankPlan:
     shared: NDArray[np.int32]
     """[segments] how many first tokens it shares with the segment before it in its micro-batch: computed once."""
     shapes: dict[str, Shape]
-    """dtype and trailing dimensions of the columns that have some, for micro-batches whose samples lack them."""
+    """dtype and trailing dimensions of shaped columns, for micro-batches whose samples lack the column."""
     own: Own
     """Declarations of columns that are not in the table."""
     pad_id: int

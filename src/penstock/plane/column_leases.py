@@ -203,7 +203,7 @@ class ColumnLeases:
     def _looked(self, op: int, location: str, result: CorruptFrame | Exception | None) -> None:
         self._looking.discard(op)
         row = self._engine.state.rows.get(op)
-        # A group that got late columns meanwhile has another frame, and this one is deleted.
+        # If the group got late columns meanwhile, it has another frame, and the one that was read is deleted.
         if isinstance(result, CorruptFrame) and row is not None and row.location == location:
             logger.warning("group %r, which waits for columns: %s; dropped as lost", row.id, result)
             self._bad[op] = str(result)

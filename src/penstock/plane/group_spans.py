@@ -22,7 +22,7 @@ from penstock.extras import require
 from penstock.log import GroupRow
 
 MOST = 1 << 17
-"""Groups whose last stage is remembered. Older ones, such as those that were dropped, are forgotten."""
+"""Groups whose last stage is remembered. The oldest are forgotten: a dropped group never reaches another stage."""
 
 
 class GroupSpans:

@@ -390,7 +390,7 @@ def summary_of(metadata: GroupMetadata) -> Summary:
 
 
 def _lacking(metadata: GroupMetadata, name: str) -> list[int]:
-    """Return the trained samples that lack a column; in a group that trains nothing, all samples that lack it."""
+    """Return the trained samples that lack a column. If a group trains nothing, all its samples are looked at."""
     trained = np.frombuffer(metadata.kept_loss_tokens, "<i8") > 0
     if not trained.any():
         trained = np.ones(metadata.num_samples, np.bool_)

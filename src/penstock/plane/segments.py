@@ -288,7 +288,7 @@ class Segments:
         insort(one.taken, (at.offset, at.end))
 
     def verified(self, location: str) -> None:
-        """Note that the plane has read this frame and it is the one that was put."""
+        """Note that the plane has read this frame and found the bytes that were put."""
         one = self._all[parse_location(location).segment]
         one.verified = one.is_begun = True
 

@@ -398,7 +398,7 @@ class PlaneState:
         self.states[step] = self._unwritten_steps[step] = state
 
     def begin_at(self, step: int, *, resend: bool = False) -> None:
-        """Mark steps before this one as trained and the others as not. `resend`: no rank has any of the others."""
+        """Mark steps before this one as trained, and later ones as not trained. `resend`: no rank has a later one."""
         self.next_step = step
         for number, state in list(self.states.items()):
             if resend and number >= step:

@@ -58,7 +58,7 @@ class PlannedStep:
 
 
 Ready: TypeAlias = Callable[[Staged], None]
-"""Called with a step that lacks the bytes of some ranks, so that the others need not wait for them."""
+"""Called with a step whose bytes are gathered for some ranks, so that these need not wait for the others."""
 
 
 class Builder(Protocol):

@@ -492,7 +492,7 @@ class Accepted(Message, frozen=True, tag="accepted"):
     over_length: tuple[int, int, int, int] = (0, 0, 0, 0)
     """Samples and tokens truncated, samples and tokens dropped, because samples were longer than `seq_len`."""
     late: bool = False
-    """Another process was faster: a group was accepted for this task before, and this one is not kept."""
+    """Another process was faster: its group completed this task, and this one is not kept."""
 
 
 class Missing(Message, frozen=True, tag="missing"):

@@ -318,7 +318,7 @@ class Store:
         return len(slots)
 
     def _evict_one(self, removing: Index, slot: int) -> None:
-        """Do what `evict` does, for the one victim that makes room: the hot path of a full table."""
+        """`evict` for the one victim that makes room: the hot path of a full table."""
         key, times = self.slots.drop(slot)
         gone = (slot,)
         self.sampling.remove(gone)

@@ -83,7 +83,7 @@ class DispatchIndex:
         """(dispatch, slot), ascending."""
         self._dispatch_of: dict[int, int] = {}
         self._expected: list[int] = []
-        """Dispatches that have not arrived, ascending; one that was handed out several times is there as often."""
+        """Dispatches that have not arrived, ascending. A dispatch that was handed out twice is listed twice."""
         self._overtook: list[int] = []
         """Dispatches that left while an older one was expected, ascending."""
         self._last = 0

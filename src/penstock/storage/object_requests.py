@@ -92,7 +92,7 @@ def parse_object_url(text: str) -> ObjectUrl:
         )
     if "@" in rest or "?" in rest or "#" in rest:
         raise ConfigError(
-            f"storage {scheme.lower()}://...: credentials and options do not belong into the address, which is shown "
+            f"storage {scheme.lower()}://...: credentials and options do not belong in the address, which is shown "
             "and logged; give them in the environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, "
             "AZURE_STORAGE_ACCOUNT_KEY) or by the instance's role"
         )

@@ -344,7 +344,7 @@ class ObjectStorage:
             self._sure_at = asked
 
     def marked(self) -> list[str]:
-        """Return every prefix below this one that has a marker, relative to it; itself as ""."""
+        """Return the prefixes at or below this one that have a marker, relative to it. This one is ""."""
         found = [meta["path"] for meta in run(self.listed(""))]
         return sorted(path.removesuffix(MARKER).rstrip("/") for path in found if path.split("/")[-1] == MARKER)
 

@@ -1,4 +1,4 @@
-"""Writes frames to segments of this process, with one sync for all frames that are written together.
+"""Writes frames to segments of this process. Frames that are written together share one sync.
 
 A segment belongs to one process. Its name is registered in the log before its first byte, so `next_segment` asks the
 process that holds the log. After a failed write the segment is abandoned: the kernel may have dropped pages it could
