@@ -129,7 +129,7 @@ def _sample(sample: Sample) -> LeasedSample:
 # ------------------------------------------------------------------ tasks
 
 
-class WantedTasks(msgspec.Struct, kw_only=True):
+class WantedTasks(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Asks for tasks of a list. Answered when there are some, or after a heartbeat."""
 
     list: str = "prompts"
@@ -140,7 +140,7 @@ class WantedTasks(msgspec.Struct, kw_only=True):
     """Seconds without a renewal after which the tasks return."""
 
 
-class NamedLeases(msgspec.Struct, kw_only=True):
+class NamedLeases(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Leases to renew or to return."""
 
     leases: list[int]

@@ -63,7 +63,7 @@ class Snapshot:
     def on_turn(self) -> None:
         """Answer a waiting thread, if there is one. Called by the loop."""
         if self._asked.is_set():
-            self._asked.clear()  # before taking: a question that arrives meanwhile gets a later snapshot
+            self._asked.clear()  # before taking, so that a question which arrives meanwhile is not lost
             found = self._take()
             with self._answered:
                 self._turn, self._found = self._turn + 1, found
