@@ -387,7 +387,7 @@ def _by_sample(
     known, found = group.given.get(column, {}), Given()
     for sample, value in values.items():
         row = _row_of(metadata, sample, column)
-        before = found.get(row, known.get(row, ...))
+        before = found.get(row, known.get(row, ...))  # `...`: nothing yet; None is an error that was attached
         if before is ... and _had(metadata, column, row, value, metadata.group, sample):
             result.known += 1
             continue

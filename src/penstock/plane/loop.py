@@ -222,7 +222,7 @@ class PlaneLoop:
         self._log.while_waiting = lambda: None  # no client is left to answer
         for transport in self._transports:
             transport.close()
-        self._workers.close()  # first: a write in progress must end before storage is closed
+        self._workers.close()  # before storage: a write in progress must end
         self.engine.recorder.run_beside = run_at_once
         try:
             if self.failure is None:

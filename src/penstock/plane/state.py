@@ -518,7 +518,7 @@ class PlaneState:
             step = self._last_step_of.get(op)
             if step is None:
                 self._finish(op, State.DROPPED, reason)
-            elif step not in self.states:
+            elif step not in self.states:  # the step is retired, and only committed ones are
                 self._finish(op, State.COMMITTED, "")
             else:
                 self._ends[step].append(op)

@@ -131,6 +131,7 @@ class DispatchIndex:
         count = 0
         for dispatch, _ in self._live[free : free + self._window - 1]:
             # Places behind the anchor: live ones, expected ones (but the anchor itself) and those that left already.
+            # Window 3, expected [2], live 3 4 5: 3 and 4 have places 1 and 2 and may be drawn.
             place = count + 1 + bisect_right(self._expected, dispatch) - 1 + bisect_right(self._overtook, dispatch)
             if place > self._window - 1:
                 break
