@@ -29,7 +29,7 @@ class GroupState:
 
     @property
     def is_known(self) -> bool:
-        """Whether the group was accepted, so that it need not be put."""
+        """Whether the group was accepted. Then it need not be put."""
         return self.state != UNKNOWN
 
 

@@ -184,7 +184,7 @@ class ReturnLeases(_Record, frozen=True, tag="return leases"):
     reason: str = ""
     """Why the work failed. Empty if the process ended or stopped, which says nothing about the work."""
     expired: bool = False
-    """Whether they ran out, so that their process is probably dead."""
+    """Whether they ran out. Then their process is probably dead."""
 
 
 class OpenList(_Record, frozen=True, tag="open list"):

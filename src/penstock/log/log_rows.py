@@ -61,7 +61,8 @@ class SegmentRow:
     sealed_at: float = 0.0
     """Unix time; 0 while frames may still be accepted from it."""
     clean: bool = False
-    """Whether every frame in it was accepted when it was sealed, so that it holds nothing the log does not know."""
+    """Whether every frame in it had been accepted when it was sealed. Then it holds nothing that the log does not know.
+    """
 
 
 # ------------------------------------------------------------------ groups

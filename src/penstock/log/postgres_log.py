@@ -236,7 +236,7 @@ class PostgresLog(Log):
             connection.execute(query).fetchall()
         except psycopg.errors.InsufficientPrivilege as error:
             holder = "unknown" if found is None else found.holder
-            logger.warning("%s: the session of %s is not ended: %s", self.where, holder, first_line(error))
+            logger.warning("%s: the session of %s could not be ended: %s", self.where, holder, first_line(error))
 
     @property
     def _key(self) -> int:

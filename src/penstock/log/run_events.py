@@ -90,7 +90,7 @@ def _known(log: LogReader) -> list[RunEvent]:
     try:
         return run_events_of(log)
     except CorruptFile as error:
-        logger.warning("a new list of events is begun: %s", error)
+        logger.warning("started a new list of events: %s", error)
         return []
 
 

@@ -248,7 +248,7 @@ class Disk:
         """When to look again whether the reserve is there: every put asks, and only this process deletes it."""
         self.reserve_bytes = reserve_bytes
         self.keeps_all = False
-        """Whether the run frees nothing (`retain="all"`), so that training makes no room."""
+        """Whether the run frees nothing (`retain="all"`). Then training makes no room."""
         if folder is not None:
             # On a small volume 64 MiB would be most of it: reserve at most an eighth.
             volume = os.statvfs(folder)

@@ -168,7 +168,7 @@ def _dtypes(rank_plan: RankPlan) -> dict[str, np.dtype[Any]]:
 
 
 def _is_flat(column: Column) -> bool:
-    """Return whether a column has one value per token, so that its memory is known in advance."""
+    """Return whether a column has one value per token. Then its memory is known in advance."""
     return not column.trailing and not column.ragged
 
 

@@ -197,7 +197,7 @@ class MicroBatch:
         arrays: Mapping[str, Cells] = {
             **self.columns,
             "sequence_lengths": self.sequence_lengths,
-            # Where each sample was cut in earlier versions, so that their digests are those of today.
+            # Earlier versions recorded here where each sample was cut. Zeros keep digests the same.
             "source_offsets": np.zeros(len(self.segments), np.int64),
         }
         if self.forest is not None:

@@ -228,7 +228,7 @@ class PlaneLoop:
             if self.failure is None:
                 self.engine.close()
         except PenstockError as error:
-            logger.warning("could not be written at the end; the next start derives it from the log: %s", error)
+            logger.warning("states were not written at the end; the next start derives them from the log: %s", error)
         finally:
             self._storage.close()
             self._log.close()

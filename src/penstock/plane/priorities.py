@@ -93,7 +93,7 @@ def _by_group(recorder: Recorder, priorities: Mapping[str, float], ops: Sequence
     """Return the largest value for each held group, from ids of groups and of samples.
 
     An id such as GROUP/3 names its group, if that group is in the step. Other ids are looked up among the samples of
-    the step's groups, which needs their metadata from the log; those of no sample name a group that is held."""
+    the step's groups, which takes their metadata from the log. If no sample has the id, GROUP may be any held group."""
     held, rows = recorder.tenant_tables, recorder.state.rows
     of_step = {rows[op].id for op in ops if op in rows}
     found: Values = {}

@@ -9,8 +9,7 @@ exactly.
     DifficultyPools      prompts are sorted into pools by their last mean reward, and pools are drawn by weight
     Thompson             prompts whose groups were informative (rewards differ) are drawn more often
 
-After a rewind, steps are trained again that were observed before. Their events are ignored, so that no group counts
-twice.
+After a rewind, steps that were observed before are trained again. Their events are ignored, so no group counts twice.
 
 A plane uses the same classes to order its tasks (`plane/task_order.py`). There, prompts are numbers, and a draw is
 split: `choose` changes nothing, `take` applies a draw that the log has, `untake` undoes the last one.

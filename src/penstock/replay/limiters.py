@@ -249,7 +249,7 @@ class Paced(_Rule):
 
 
 def passes_inserts(limiter: Limiter) -> bool:
-    """Return whether a limiter lets every insert pass, so that it need not be asked."""
+    """Return whether a limiter lets every insert pass. Then it need not be asked."""
     return getattr(type(limiter), "may_insert", None) is _Rule.may_insert
 
 
