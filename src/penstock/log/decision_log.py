@@ -67,7 +67,7 @@ class LogReader(ABC):
         """Return the existing tables. Some are missing if a plane was killed while creating them."""
 
     def damage(self) -> str:
-        """Have the database check itself. Returns what is damaged, or "" if nothing is or it cannot tell."""
+        """Ask the database to check itself. Returns what is damaged, or "" if nothing is found or it cannot check."""
         return ""
 
     def is_open(self) -> bool | None:

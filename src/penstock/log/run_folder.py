@@ -110,7 +110,7 @@ def _me() -> str:
 
 
 def _close_in_children(descriptor: int) -> None:
-    """Have children that are forked from now on close the file at once."""
+    """Make children that are forked from now on close the file at once."""
     if not _registered:
         _registered.append(True)
         os.register_at_fork(after_in_child=_close_all)

@@ -157,7 +157,7 @@ class LateFrames:
             )
 
     def begin(self, ticket: object) -> None:
-        """Have the frames made, from the frames that the groups have now."""
+        """Start making the frames on the intake thread, from the frames that the groups have now."""
         message, payload = self._at_work[ticket]
         state, bases = self._engine.state, dict[str, _Base]()
         for name in message.groups:

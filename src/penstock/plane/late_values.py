@@ -114,7 +114,7 @@ class LateDecisions:
         self._asked[ticket] = message, made or Made()
 
     def fail(self, ticket: object, error: PenstockError) -> None:
-        """Have the next `flush` answer with an error."""
+        """Answer with an error in the next `flush`."""
         self.offer(ticket, AttachValues(ticket=0, column="", values={}), Made(error=error))
 
     def flush(self) -> list[Attachment]:

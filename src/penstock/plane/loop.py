@@ -165,7 +165,7 @@ class PlaneLoop:
         """The exception that ended the loop, if one did."""
 
     def _begin_services(self, look: Look) -> None:
-        """Begin what answers workers beside puts: leases on prompts and columns, events, signed URLs."""
+        """Create the services that answer everything but puts: leases on prompts and columns, events, signed URLs."""
         self.leases = Leases(self.engine.recorder)
         self.tasks = TaskService(
             self.engine,
@@ -548,7 +548,7 @@ class PlaneLoop:
         return True
 
     def status(self) -> dict[str, Any]:
-        """What `penstock top` shows."""
+        """Return what `penstock top` shows."""
         found = status_of(self.engine, self.coordinator, self.admission)
         more = {
             "tasks": self.tasks.status(),

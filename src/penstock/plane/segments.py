@@ -175,7 +175,7 @@ class Segments:
         return self.live_bytes + self.dead_bytes
 
     def status(self) -> dict[str, Any]:
-        """What `penstock top` shows."""
+        """Return what `penstock top` shows."""
         return {
             "url": self._storage.url,
             "live_bytes": self.live_bytes,

@@ -129,7 +129,7 @@ class EpochOrder:
         return 0 < place[0] <= self.epoch
 
     def learn(self, events: Iterable[tuple[FeedbackEvent, int]], until: int) -> None:
-        """Nothing: this order does not depend on what became of groups."""
+        """Do nothing: this order does not depend on what became of groups."""
 
     def save(self) -> SavedOrder:
         order = self._order[self._cursor :].astype("<u4").tobytes()
@@ -195,7 +195,7 @@ class DrawnOrder:
             self._curriculum.restore(state)
 
     def withdraw(self, place: Place, attempt: int) -> None:
-        """Nothing: a prompt that returns to the list is drawn like any other."""
+        """Do nothing: a prompt that returns to the list is drawn like any other."""
 
     def to_come(self) -> Generator[Place]:
         """Yield what is handed out next, in order. Changes nothing once it is closed."""

@@ -562,6 +562,7 @@ FromProducer: TypeAlias = (
     | AskFeedback
 )
 One: TypeAlias = FromRank | FromProducer | Attach
+"""A single message of a client. A `Bundle` holds several."""
 FromClient: TypeAlias = One | Bundle
 FromPlane: TypeAlias = (
     Welcome

@@ -133,7 +133,7 @@ class Sequential:
         self._prompts, self._seed, self._drawn = _checked(prompts, seed), seed, 0
 
     def observe(self, event: Seen) -> None:
-        """Ignored: the order does not depend on rewards."""
+        """Do nothing: the order does not depend on rewards."""
 
     def next(self) -> Any:
         epoch, place = divmod(self._drawn, len(self._prompts))

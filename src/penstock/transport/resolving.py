@@ -185,8 +185,8 @@ class ResolvingClient:
             old.close()
 
     def _on_found(self) -> None:
-        """On the resolver's thread: make the first connection and send what waited for it, even if the client's thread
-        is idle."""
+        """Make the first connection and send what waited for it. Runs on the resolver's thread, because the client's
+        thread may be idle."""
         if self._inner is not None or self._closed:
             self.wake()
             return
