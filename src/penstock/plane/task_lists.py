@@ -113,20 +113,19 @@ class PromptLists:
         self._to_open.append(upload)
 
     def _begin(self, offer: OfferPrompts) -> _Upload:
-        """Reserve rows for a list. Rows behind the last open list are of uploads that an earlier plane did not
-        finish."""
-        first = max((base + count for one in self._lists.values() for base, count, _ in one.versions), default=1)
+        """Reserve rows for a list, behind those of open lists and other uploads. Rows that are there already are of
+        uploads that were given up, here or by an earlier plane."""
         log = self._engine.log
-        if not self._uploads:
-            with log.transaction():
-                log.remove_prompts(first)
         idle = [digest for digest, upload in self._uploads.items() if not upload.opening]
         if len(self._uploads) >= _UPLOADS and idle:
             del self._uploads[idle[0]]
-        ends = [upload.base + upload.offer.count for upload in self._uploads.values()]
-        base = max([first, *ends])
+        ends = [base + count for one in self._lists.values() for base, count, _ in one.versions]
+        ends += [upload.base + upload.offer.count for upload in self._uploads.values()]
+        base = max(ends, default=1)
         if base + offer.count > _MAX_ROWS:
             raise InvalidInput(f"list {offer.list!r}: this run has no room for {offer.count:,} more prompts")
+        with log.transaction():  # `add_prompts` keeps rows that exist, so leftovers must go first
+            log.remove_prompts(base)
         upload = self._uploads[offer.digest] = _Upload(base, offer)
         return upload
 
