@@ -108,4 +108,4 @@ def test_a_decision_about_a_group_that_is_none_is_named(
         log.execute("INSERT INTO records VALUES (50, ?)", (msgspec.msgpack.encode(["quarantine", {99: "why"}]),))
         log.commit()
     assert main(["rerun", str(folder), "--diff"]) == 1
-    assert "no plane writes what its log holds: KeyError: 99" in capsys.readouterr().err
+    assert "its log holds values that no plane writes: KeyError: 99" in capsys.readouterr().err

@@ -151,6 +151,14 @@ def test_a_file_that_says_that_it_is_large_is_not_read_whole(tmp_path: Path) -> 
     assert not list((tmp_path / "plane").iterdir())
 
 
+def test_large_headers_are_not_all_read_in_one_turn(tmp_path: Path) -> None:
+    plane = FilePlane(tmp_path, max_message=MIB)
+    client = FileClient(tmp_path)
+    for _ in range(4):
+        client.send(bytes(MIB // 2))
+    assert [len(plane.receive()) for _ in range(3)] == [2, 2, 0]
+
+
 def test_links_and_folders_under_a_messages_name_are_put_aside_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,7 +85,7 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
 
 
 def _check_place(where: object) -> None:
-    """Reject what is no path: a variable that is not set must not become a folder called None, or memory."""
+    """Reject anything but a path: an unset variable must not open a folder called None, or a plane in memory."""
     if not isinstance(where, (str, os.PathLike)) or where == "":
         raise ConfigError(f"open: {where!r}; give a folder, 'memory:', or an address such as tcp://HOST:PORT")
 
@@ -108,7 +108,7 @@ def _plane_settings() -> type[Any]:
     return PlaneSettings
 
 
-# The settings of a Ray plane are the most there are, but a reader of `help` wants the defaults of a plane in a folder.
+# A Ray plane has all settings there are. Their defaults are shown as those of a plane in a folder, the usual case.
 _signature = LateSignature(open, _cluster_settings, _plane_settings)
 open.__signature__ = _signature  # type: ignore[attr-defined]
 

@@ -85,8 +85,8 @@ def _open_log(where: str, settings: PlaneSettings) -> Log:
     try:
         return open_log(run_folder(where, settings), settings)
     except Conflict:
-        # A plane that nothing refers to any more may be part of a cycle, such as that of an exception and the frames
-        # it passed through, and Python collects cycles late.
+        # A plane that is no longer used may be part of a cycle, such as an exception and the frames that it passed
+        # through. Python collects cycles late.
         gc.collect()
         await_closing()
         return open_log(run_folder(where, settings), settings)

@@ -103,7 +103,7 @@ class CollectedRollouts:
         return reason, count, {"key": f"{self.id}: {reason}", **about, **numbers}
 
     def has_failed(self, group: Group) -> bool:
-        """Return whether every remaining rollout ended with an error, so that nothing could be trained."""
+        """Return whether every remaining rollout ended with an error. Then nothing could be trained."""
         return not self.evaluation and len(group) > 0 and bool(group.rollouts.errored[group.origins].all())
 
 

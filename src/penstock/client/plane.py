@@ -256,7 +256,7 @@ class Plane:
         return await self._aput(encoded, lambda: encoded, timeout, evaluation=evaluation)
 
     async def _alearn_tables(self) -> None:
-        """Learn whether groups wait by environment, so that those of one do not take the places of the others."""
+        """Learn whether groups wait by environment. If so, each environment has its own places."""
         if not self._connection.session.is_attached:
             await self._arun(
                 self._connection.ask(lambda ticket: Attach(ticket=ticket, run=self._connection.session.run))
@@ -466,7 +466,7 @@ class Plane:
     # -------------------------------------------------------------- feedback
 
     def feedback(self, after: str = "", *, follow: bool = False) -> Iterator[FeedbackEvent]:
-        """Yield what became of each group, oldest event first, from the event behind the cursor `after` on.
+        """Yield what became of each group, oldest event first, from the first event after the cursor `after`.
 
         Ends at the newest event. With `follow` it waits for further ones as long as the plane lives. Every event is
         durable and comes once, whoever is killed: keep `event.cursor` where you keep what you learned from the event,
@@ -484,11 +484,11 @@ class Plane:
                 yield event
 
     async def afeedback_page(self, after: str, most: int, wait_s: float) -> tuple[FeedbackEvent, ...]:
-        """Return up to `most` events behind a cursor. Waits up to `wait_s` seconds for the first."""
+        """Return up to `most` events after a cursor. Waits up to `wait_s` seconds for the first."""
         return (await self._arun(ask_page(self._connection, after, most, wait_s))).events
 
     async def alease_once(self, asked: LeaseRequest) -> tuple[dict[str, int], list[Sample]]:
-        """Lease groups that lack a column, without renewing. Returns lease by group, and samples: for the HTTP API."""
+        """Lease groups without renewing them, for the HTTP API. Returns the lease of each group, and the samples."""
         from penstock.client.column_lease import lease_once
 
         return await self._arun(lease_once(self._connection, asked))
@@ -505,7 +505,7 @@ class Plane:
         return answer.segment
 
     async def _sign_urls(self, method: str, names: tuple[str, ...]) -> tuple[Sequence[str], float]:
-        """Signed URLs of objects of this process's segments, and for how many seconds they are valid."""
+        """Return signed URLs of objects of this process's segments, and for how many seconds they are valid."""
         answer = await self._arun(
             self._connection.ask(lambda ticket: SignUrls(ticket=ticket, method=method, names=names))
         )

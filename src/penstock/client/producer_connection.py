@@ -57,7 +57,7 @@ class Lost:
 
 
 Result: TypeAlias = Answer | Lost | PenstockError
-"""What became of a request. An error: its frame could not be written, and the plane does not have it."""
+"""The result of a request. An error means that its frame could not be written, and the plane does not have it."""
 
 
 def error_of(answer: Rejected) -> PenstockError:

@@ -467,7 +467,7 @@ def _number_of(step: object, what: str) -> int:
 
 
 def _version(version: object) -> int:
-    """Return a version as an int, also one that numpy or torch counted. Raises InvalidInput."""
+    """Return a version as an int. Integers of numpy and torch are accepted. Raises InvalidInput."""
     try:
         found = operator.index(version)  # type: ignore[arg-type]
     except TypeError:
@@ -478,7 +478,7 @@ def _version(version: object) -> int:
 
 
 def _numbers(what: str, given: Mapping[str, float] | None) -> dict[str, float]:
-    """Return numbers by id, also those of numpy or torch, as floats. Raises InvalidInput."""
+    """Return numbers by id, as floats. Those of numpy and torch are accepted. Raises InvalidInput."""
     found: dict[str, float] = {}
     if given is None:
         return found

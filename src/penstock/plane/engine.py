@@ -2,10 +2,10 @@
 
 Nothing here waits, sends, reads a clock or opens a frame. A decision is written to the log before it changes memory and
 before any client is answered. Two decisions take two calls, because the work between them depends on the size of the
-data and runs on worker threads (`intake`, `step_builder`):
+data and runs on worker threads (`intake`, `step_builder`). Groups are accepted by `acceptance`:
 
-    offer   is there room, is it known?    then the frame is checked and stored         arrive and flush: accepted
-    draw    which groups make the step?    then the step is planned from metadata       record: planned, durable
+    offer       is there room, is it known?    the frame is checked and stored      arrive and flush: accepted
+    draw_step   which groups make the step?    the step is planned from metadata    record: planned, durable
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Engine:
         self.recorder.decide(Discard(reason=reason, samples=samples, key=key), event)
         self.acceptance.filtered_in_a_row[reason] += 1
 
-    # -------------------------------------------------------------- runs
+    # -------------------------------------------------------------- tenants
 
     def share(self, tenant: str, weight: float) -> None:
         """Set the weight of a tenant. Admits a new tenant, or an evicted one again."""
@@ -218,8 +218,8 @@ class Engine:
     def tenants(self) -> dict[str, dict[str, Any]]:
         """Return the state of each tenant, evicted ones included."""
         return {
-            tenant: metadata | {"held_bytes": self.state.bytes_of[tenant]}
-            for tenant, metadata in self.tenant_tables.report().items()
+            tenant: found | {"held_bytes": self.state.bytes_of[tenant]}
+            for tenant, found in self.tenant_tables.report().items()
         }
 
     # -------------------------------------------------------------- steps out
@@ -376,7 +376,7 @@ class Engine:
 
     def settle(self, group: str, *, drop: bool) -> None:
         """Drop a group in quarantine, or release it to wait for training again."""
-        row = self._set_aside(group)
+        row = self._quarantined_row(group)
         if not drop and not self.tenant_tables.table(row.run).may_insert(ahead=self.acceptance.ahead(row.run)):
             raise Overloaded(f"release of group {group!r}: its table is full; try again later", retry_after_s=1.0)
         self.recorder.decide(DropGroup(op=row.op) if drop else ReleaseGroup(op=row.op))
@@ -386,7 +386,7 @@ class Engine:
         rows = list(self.state.quarantined.values())[-most:]
         return [{"id": row.id, "run": row.run, "samples": row.samples, "reason": row.reason} for row in rows]
 
-    def _set_aside(self, group: str) -> GroupRow:
+    def _quarantined_row(self, group: str) -> GroupRow:
         found = next((row for row in self.state.quarantined.values() if row.id == group), None)
         if found is None:
             known = ", ".join(repr(row.id) for row in list(self.state.quarantined.values())[:5]) or "none"
@@ -449,8 +449,8 @@ class Engine:
     def _save_now_and_then(self) -> None:
         """Write a snapshot of memory once `snapshot_every` decisions were made since the last one.
 
-        With more groups held than that, once as many were made as groups are held: a snapshot costs as much as it
-        holds, so its cost per decision stays constant."""
+        While more groups than that are held, waits for as many decisions as there are groups: a snapshot's cost grows
+        with its groups, so its cost per decision stays constant."""
         if self.state.is_drawing or self.state.op - self.recorder.saved_op < max(
             self.settings.snapshot_every, len(self.state.rows)
         ):
@@ -477,8 +477,8 @@ class Engine:
         session before failed.
 
         Returns a note if that rewinds or skips steps, or "". A commit does not wait for its answer, so a checkpoint may
-        be ahead of the log: it is believed up to one above the last step that all ranks had. Steps planned before this
-        plane started may have been delivered without that being on disk.
+        be ahead of the log. It is accepted up to one above the last step that all ranks had. Steps planned before this
+        plane started count as had, because the note of a delivery may not have reached the disk.
         """
         last = self._last_delivered = max(self._last_delivered, self.next_step - 1)
         if step > last + 1:

@@ -129,7 +129,7 @@ class Incoming:
     location: str = ""
     """Where the frame is stored."""
     raw_metadata: bytes = b""
-    """Metadata that the client made, and, once checked, only if the log can store the same bytes."""
+    """Metadata that the client made. Cleared by the check if the log cannot store the same bytes."""
     raw_eval_metadata: bytes = b""
     """`EvalMetadata` that the client made."""
     is_evaluation: bool = False
@@ -152,7 +152,7 @@ class Incoming:
     is_dropped: bool = False
     """Every sample is longer than `seq_len`, and `over_length` is "drop"."""
     is_partial: bool = False
-    """A part of its samples may have got a late column."""
+    """Whether only some of its samples may have a late column."""
     error: PenstockError | None = None
     """Why it is rejected."""
     is_ready: bool = False
@@ -253,7 +253,7 @@ class Intake:
         acknowledged."""
         size, state = parse_location(group.location).size, xxhash.xxh3_128()
         try:
-            # In pieces, so that memory does not grow with the frame. It is not faster.
+            # In pieces to bound the memory; it is not faster.
             for a in range(0, size, _READ_BACK_BYTES):
                 state.update(self._storage.read(group.location, [(a, min(a + _READ_BACK_BYTES, size))])[0])
         except CorruptFrame as error:
@@ -391,7 +391,7 @@ def summary_of(metadata: GroupMetadata) -> Summary:
 
 
 def _lacking(metadata: GroupMetadata, name: str) -> list[int]:
-    """Return the trained samples that lack a column; in a group that trains nothing, all samples that lack it."""
+    """Return the trained samples that lack a column. If a group trains nothing, all its samples are looked at."""
     trained = np.frombuffer(metadata.kept_loss_tokens, "<i8") > 0
     if not trained.any():
         trained = np.ones(metadata.num_samples, np.bool_)

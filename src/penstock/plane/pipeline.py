@@ -1,9 +1,11 @@
 """Groups in, steps out: decisions run on the loop's thread, work that grows with the data on worker threads.
 
-    put      engine.offer  ->  [intake: check, make metadata, write, sync]  ->  engine.arrive, flush    answered
-    stored   engine.offer  ->  check its metadata                           ->  engine.arrive, flush    answered
-    step     engine.draw   ->  [steps: plan from metadata]                  ->  engine.record           durable
-                           ->  [steps: gather the payloads]                 ->  staged                  delivered
+    put      offer         ->  [intake: check, make metadata, write, sync]  ->  arrive, flush    answered
+    stored   offer         ->  check its metadata                           ->  arrive, flush    answered
+    step     draw_step     ->  [steps: plan from metadata]                  ->  record           durable
+                           ->  [steps: gather the payloads]                 ->  staged           delivered
+
+`Acceptance` has the decisions about groups, `Engine` those about steps.
 
 The parts in brackets run on a worker thread and touch nothing but storage. So no turn of the loop depends on the size
 of a group or a step: heartbeats, puts and answers continue while a step is built.
@@ -42,7 +44,7 @@ _PROBES = 64
 
 
 class Making(Enum):
-    """Where the step is that is being made. There is one at a time; steps are made in order."""
+    """The state of the step that is being made. One step is made at a time, in order."""
 
     IDLE = "no step is being made"
     PLANNING = "drawn; a worker plans it"
@@ -64,7 +66,7 @@ MAKING = {
     (Making.IDLE, "asked for"): Making.BUILDING,
     (Making.BUILDING, "built"): Making.IDLE,
 }
-"""What may happen to the step that is being made. Anything else is a bug and raises.
+"""State and event -> the next state. Any other pair is a bug and raises.
 
 A recorded step is asked for and built as often as it must be: after a restart, a rewind, or a failed attempt. Once
 built it is staged, and the session delivers and commits it (`protocol.steps`)."""
@@ -335,12 +337,12 @@ class Pipeline:
             raise failure
 
     def _fail(self, error: Exception) -> None:
-        """Raise an error to the session that asked, if it has not ended."""
+        """Keep an error for the session that asked, unless that session has ended."""
         if self._asked_by == self._session:
             self._failure = error
 
     def _move(self, event: str) -> None:
-        """Look up what becomes of the step that is being made."""
+        """Apply an event to the step that is being made."""
         found = MAKING.get((self.making, event))
         assert found is not None, f"a step was {event!r} while: {self.making.value}"
         self.making = found
@@ -448,7 +450,7 @@ class Pipeline:
         self._submit("asked for", lambda: self._builder.build(step, planned, groups, inline, post), built)
 
     def take_parts(self) -> list[Staged]:
-        """Return and clear what there is of a step that is being built: some ranks lack their samples."""
+        """Return and clear the parts of a step that is being built. Each lacks the samples of some ranks."""
         parts, self._parts = self._parts, []
         return parts
 
@@ -471,9 +473,8 @@ class Pipeline:
         last = self._engine.last_step
         try:
             again = isinstance(found, DamagedFrame) and self._engine.unplan(step, found.group, str(found))
-        except (
-            DiskFull
-        ) as error:  # the steps are removed, the group is not quarantined: the next build finds it damaged again
+        except DiskFull as error:
+            # The steps may be removed and the group not quarantined: the next build finds it damaged again.
             found, again = error, self._engine.last_step < step
         if not again:
             self._fail(found)

@@ -95,8 +95,8 @@ def _by_group(recorder: Recorder, priorities: Mapping[str, float], step: Manifes
     """Return the largest value for each held group, from ids of groups and of samples.
 
     An id such as GROUP/3 names its group, if that group is in the step. Other ids are looked up among the samples of
-    the step's groups, which needs their metadata from the log: 7 us for each group. In a step with names that clash all
-    ids are, and one that means two things counts for both. Those of no sample name a group that is held."""
+    the step's groups, which takes their metadata from the log: 7 us for each group. In a step with names that clash all
+    ids are, and one that means two things counts for both. If no sample has the id, it may name any held group."""
     held, rows = recorder.tenant_tables, recorder.state.rows
     ops, clash = ((), False) if step is None else (step.groups, step.names_clash)
     of_step = {rows[op].id for op in ops if op in rows}

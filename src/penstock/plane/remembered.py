@@ -89,7 +89,7 @@ def as_toml(settings: PlaneSettings) -> str:
 
 
 def keeps_all(settings: PlaneSettings, log: Log) -> bool:
-    """Return whether the run frees nothing. The log remembers it: a later start without `retain="all"` continues so."""
+    """Return whether the run frees nothing. The log remembers it: a later start without `retain="all"` keeps to it."""
     known = log.text("retain") == "all"
     if settings.retain == "all" and not known:
         with log.transaction():
@@ -207,7 +207,7 @@ _READ_CUTS = msgspec.json.Decoder(list[tuple[int, int]])
 
 
 def _counted_cuts(log: Log) -> list[tuple[int, int]]:
-    """Return (op, seq_len) of earlier starts with a smaller `seq_len`: groups of earlier ops are counted up to it.
+    """Return (op, seq_len) of earlier starts with a smaller `seq_len`: of groups before op, the cut to it is counted.
 
     A later cut to the same length or less takes the place of earlier ones, so lengths ascend:
 

@@ -1,7 +1,7 @@
 """Snapshots of a plane's memory, so that a restart need not apply every decision of a long run again.
 
-A snapshot is only a shortcut: the log is the truth. One that cannot be read, or was made with other replay settings, is
-ignored, and all decisions are applied again.
+A snapshot is only a shortcut: the log is the truth. A snapshot that cannot be read, or was made with other replay
+settings, is ignored: then all decisions are applied again.
 """
 
 from __future__ import annotations

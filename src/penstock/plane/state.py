@@ -171,7 +171,7 @@ class PlaneState:
         self.rows[row.op], self.by_id[row.id] = row, row.op
         awaited = self.late.expected.pop(row.id, None)
         if awaited is not None:
-            # It holds its place in the order of dispatch. Before its lease ends, or the window would move on.
+            # It keeps its place in the order of dispatch. Before its lease ends, or the window would move past it.
             lease = self.leases.number_of(PROMPT, row.id)
             self.tenant_tables.table(row.run).expect(row.op if lease is None else lease)
         if self.tasks.lists:
@@ -213,13 +213,13 @@ class PlaneState:
         return self.late.remove(row)
 
     def _move_frame(self, op: int, location: str) -> None:
-        """Give a group another frame. After a restart, the log's row has the last one already, or none: it was freed.
-        The room that the group takes stays that of its put, because an attach does not wait for room."""
+        """Note a group's new frame. After a restart the row from the log has the last location already, or none if the
+        frame was freed. The group counts with the size of its put, because an attach never waits for room."""
         if op in self.rows and self.rows[op].location:
             self.rows[op] = replace(self.rows[op], location=location)
 
     def _admit(self, record: AdmitGroup) -> None:
-        """Let a group into its table that has its columns, or drop it."""
+        """Move a group that has its columns into its table, or drop it."""
         if record.reason:
             self._drop_waiting([record.group], record.reason)
             return
@@ -373,13 +373,14 @@ class PlaneState:
         for row in [self.rows[op] for op in known if op in self.rows]:
             if self.tenant_tables.remove(row):
                 self._left.append((row.id, ""))
+        # A group in a table is listed twice, by `remove` and above; the dict keeps one.
         self._left = list({key: reason for key, _ in self._left}.items())
 
     def _set_aside(self, groups: Mapping[int, str]) -> None:
         for op, reason in groups.items():
             row = self.rows[op]
             self.tenant_tables.remove(row)
-            self._left.clear()
+            self._left.clear()  # `remove` listed it as having left its table; it is finished here instead
             self._finish(op, State.QUARANTINED, reason)
             self.quarantined[op] = replace(row, state=State.QUARANTINED, reason=reason)
 
@@ -408,7 +409,7 @@ class PlaneState:
         self.states[step] = self._unwritten_steps[step] = state
 
     def begin_at(self, step: int, *, resend: bool = False) -> None:
-        """Mark steps before this one as trained and the others as not. `resend`: no rank has any of the others."""
+        """Mark steps before this one as trained, and later ones as not trained. `resend`: no rank has a later one."""
         self.next_step = step
         for number, state in list(self.states.items()):
             if resend and number >= step:
@@ -530,7 +531,7 @@ class PlaneState:
             step = self._last_step_of.get(op)
             if step is None:
                 self._finish(op, State.DROPPED, reason)
-            elif step not in self.states:
+            elif step not in self.states:  # the step is retired, and only committed ones are
                 self._finish(op, State.COMMITTED, "")
             else:
                 self._ends[step].append(op)

@@ -25,7 +25,7 @@ from penstock.protocol import Buffer, Frames, PickedGroup, Staged, StepPicks
 from penstock.storage import Pick, Storage, gather_picks
 
 PART_S = 0.02
-"""How long to gather before the ranks whose samples are ready are sent them."""
+"""Seconds of gathering after which the ranks whose samples are ready get them."""
 _NO_SUMMARIES = GroupSummaries()
 PIECE_BYTES = 1 << 30
 """Payloads are sent in pieces of at most this size: a message part of more than 2 GiB cannot be sent."""
@@ -61,7 +61,7 @@ class PlannedStep:
 
 
 Ready: TypeAlias = Callable[[Staged], None]
-"""Called with a step that lacks the bytes of some ranks, so that the others need not wait for them."""
+"""Called with a step whose bytes are gathered for some ranks, so that these need not wait for the others."""
 
 
 class Builder(Protocol):
@@ -159,7 +159,7 @@ def _step_picks(request: Sequence[Pick], known: Mapping[str, GroupMetadata]) -> 
 
 
 def picks_of(needs: Sequence[NDArray[np.int32]], groups: Sequence[Place]) -> list[list[Pick]]:
-    """Return for each rank which samples of which group it gets.
+    """Return for each rank the groups that it reads, with the rows of its samples.
 
     Groups of 3 and 2 samples have the edges 0, 3, 5. A rank that needs samples 1, 2, 4 of the step gets rows 1, 2 of
     the first group (group_of is 0, 0, 1) and row 4 - 3 = 1 of the second."""

@@ -59,7 +59,7 @@ class GuardedProtocol(H11Protocol):
             cycle.keep_alive, cycle.default_headers = False, [*cycle.default_headers, CLOSE_HEADER]
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - the reason is the same each time
-        """Answer bytes that are no HTTP request, in the form of all other answers."""
+        """Answer bytes that are no HTTP request with JSON, like all other errors."""
         self.transport.write(MALFORMED)
         self.transport.close()
 

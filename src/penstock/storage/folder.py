@@ -144,7 +144,7 @@ class FolderStorage:
 
     @property
     def place(self) -> str:
-        """Where it is, for messages."""
+        """Its location, for messages."""
         return str(self.folder)
 
     def is_there(self) -> bool:

@@ -225,7 +225,7 @@ def refuse_strangers(url: str, keys: PlaneKeys, handler: Guard, timeout_s: float
 
 
 def _reachable(url: str) -> str:
-    """Return an address this host can connect to, for one that means all interfaces."""
+    """Return an address that this host can connect to: loopback, where the address means all interfaces."""
     return url.replace("tcp://0.0.0.0:", "tcp://127.0.0.1:").replace("tcp://[::]:", "tcp://[::1]:")
 
 

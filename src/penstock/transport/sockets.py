@@ -198,7 +198,7 @@ def connected_pair(
 
 
 class KeyRefused(PeerError):
-    """The plane does not accept this client's keys, or that it has none."""
+    """The plane does not accept this client's keys, or requires keys and the client has none."""
 
 
 class SocketClient:
@@ -220,8 +220,8 @@ class SocketClient:
         for end in (self._small, self._large):
             self._poller.register(end, zmq.POLLIN)
         self._url = url
-        # ZeroMQ connects again and again with keys that are refused. Without this, that looks like a plane that is not
-        # there. If the first refusal is missed here, the next one comes after 50 ms.
+        # ZeroMQ retries silently with keys that are refused, which looks like a plane that is not running. The monitor
+        # reports the refusals. If the first one is missed here, the next one comes after 50 ms.
         self._monitor = self._small.get_monitor_socket(_REFUSALS)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._ended = 0
@@ -257,7 +257,7 @@ class SocketClient:
             # proxy whose plane is away, but that sends no greeting.
             self._ended = (self._ended + 1) % _CLOSED_OFTEN
             mechanism = b"" if self._ended else _mechanism_at(self._url)
-        # 400 means that the plane looked the key up. Other codes pass, such as those of a plane that is just ending.
+        # 400 means that the plane looked the key up. Other codes are temporary, such as that of a plane that is ending.
         refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == _NOT_ALLOWED
         if self.keys is None:
             if mechanism == b"CURVE":
