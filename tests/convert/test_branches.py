@@ -11,6 +11,7 @@ from penstock.arrays import ImageSpan, Sample
 from penstock.capture import Trajectory, Turn
 from penstock.convert import to_samples
 from penstock.errors import InvalidInput
+from penstock.packing import pack
 from tests.support.reference import branches
 
 
@@ -161,6 +162,23 @@ def test_weights_train_observations_once_and_without_policy_gradient() -> None:
     assert first["rl_weights"].tolist() == [1, 1, 1, 1, 0, 1, 1]
     assert not second["ce_weights"].any()
     assert second.loss_mask.tolist() == [False] * 6 + [True, True]
+
+
+@pytest.mark.parametrize(
+    ("mode", "terms"),
+    [
+        ("rl", {"rl": [1, 1, 0, 1, 1], "ce": [0, 0, 0.5, 0, 0]}),
+        ("sft", {"rl": [0] * 5, "ce": [1, 1, 0.5, 1, 1], "ref_kl": [0] * 5}),
+        ("opd", {"rl": [0] * 5, "ce": [0, 0, 0.5, 0, 0], "ref_kl": [1, 1, 0, 1, 1]}),
+    ],
+)
+def test_weights_of_one_turn_leave_the_others_with_those_of_the_mode(mode: str, terms: dict[str, list[float]]) -> None:
+    tool = Turn([5, 6], ce_weights=[0.0, 0.5], role="tool")
+    step = pack([one(Turn([1]), SAID, tool, SAID, mode=mode)], ranks=1, seq_len=8)
+    (batch,) = step.ranks[0]
+    assert {name: batch[f"{name}_weights"][batch["loss_mask"]].tolist() for name in terms} == terms
+    for name, weights in terms.items():
+        assert getattr(step.denominators, f"{name}_tokens") == np.count_nonzero(weights)
 
 
 @pytest.mark.parametrize("mode", ["sft", "opd"])

@@ -227,6 +227,23 @@ def test_a_rollout_that_failed_before_the_put_needs_no_reward(open_plane: OpenPl
     assert repr(taken(late)[0]) == repr(taken(at_once)[0])  # NaN where there is no reward
 
 
+@pytest.mark.parametrize("error", ["crashed", ""])
+def test_the_reward_of_a_rollout_that_failed_is_in_no_baseline(open_plane: OpenPlane, error: str) -> None:
+    rng = np.random.default_rng(5)
+    rollouts = [rollout(rng), rollout(rng, 0.0, error=error), rollout(rng)]
+    scored = [
+        ps.Trajectory(turns=one.turns, reward=reward, error=one.error)
+        for one, reward in zip(rollouts, [1.0, 0.0, 0.5], strict=True)
+    ]
+    late, at_once = open_plane(**ONE), open_plane(ranks=1, groups_per_step=1)
+    late.put(make_group(rollouts, id="g", advantage="grpo"))
+    at_once.put(make_group(scored, id="g", advantage="grpo"))
+    assert late.attach("rewards", {"g": {"g/0": 1.0, "g/2": 0.5}}) == (2, 0, 0)
+    (found,), _ = taken(late)
+    assert set(found["advantages"]) == {0.25, 0.0, -0.25}
+    assert [found] == taken(at_once)[0]
+
+
 def test_rewards_of_the_put_and_late_ones_make_one_baseline(open_plane: OpenPlane) -> None:
     plane = open_plane(**ONE)
     rng = np.random.default_rng(6)
@@ -240,6 +257,21 @@ def test_rewards_of_the_put_and_late_ones_make_one_baseline(open_plane: OpenPlan
     assert plane.attach("rewards", {"g": {"g/0": 1.0, "g/1": 0.25}}) == (1, 1, 0)
     (found,), _ = taken(plane)
     assert (set(found["rewards"]), set(found["advantages"])) == ({1.0, 0.25}, {0.5, -0.25})
+
+
+@pytest.mark.parametrize("filters", [["zero_variance"], []], ids=["filtered", "trained"])
+def test_equal_rewards_of_the_put_and_of_a_judge_are_equal(open_plane: OpenPlane, filters: list[str]) -> None:
+    plane = open_plane(**ONE)
+    rng = np.random.default_rng(6)
+    with plane.group("p", id="g", advantage="grpo_std", filters=filters) as group:
+        for reward in (0.3, None):
+            group.add(rollout(rng, reward))
+    plane.attach("rewards", {"g": {"g/1": 0.3}})
+    if filters:
+        assert plane.ledger.dropped == {"zero variance": 2}
+    else:
+        (found,), _ = taken(plane)
+        assert set(found["advantages"]) == {0.0}
 
 
 def test_rewards_so_large_that_advantages_are_not_finite_drop_the_group(open_plane: OpenPlane) -> None:

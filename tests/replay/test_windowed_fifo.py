@@ -100,6 +100,21 @@ def test_a_gap_stops_nothing_once_enough_wait() -> None:
     assert table.may_sample(len(table)) and not table.waits_for
 
 
+def test_what_overtook_an_older_gap_still_counts_against_the_next_one() -> None:
+    table = table_of(0.5, target=1, groups=2)  # 4 in flight: a window of 2, and 2 that wait are enough
+    for dispatch in range(9):
+        table.expect(dispatch)
+    for pair in ((1, 2), (3, 4), (6, 7)):  # 0 and 5 are slow
+        for dispatch in pair:
+            table.insert(dispatch, None, dispatch=dispatch)
+        assert table.sample(2, timeout=0).keys.tolist() == [*pair]
+    table.insert(0, None, dispatch=0)
+    assert table.sample(1, timeout=0).keys.tolist() == [0]
+    table.insert(8, None, dispatch=8)
+    assert not table.may_sample(1)  # 6 overtook 5, and the window has room for one
+    assert "dispatch 5 has not arrived" in table.waits_for
+
+
 def test_what_is_too_stale_when_it_arrives_is_no_longer_expected() -> None:
     table = Table(capacity=9, sampler=WindowedFifo(1, 0.0, 3), max_staleness=1)
     for dispatch in range(2):

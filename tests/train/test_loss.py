@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.arrays import Sample
 from penstock.errors import InvalidInput
+from penstock.packing import pack
 from penstock.packing.accounting import Denominators
 from tests.support import reference_step as plain
 from tests.support.reference_step import Outcome, Token
@@ -29,6 +31,7 @@ from penstock.train.loss import (  # noqa: E402
     Sft,
     measure_gap,
 )
+from penstock.train.tensors import to_torch  # noqa: E402
 
 RULES: dict[str, tuple[Loss, Callable[[Token], Outcome]]] = {
     "dppo": (Dppo(), plain.dppo),
@@ -191,6 +194,24 @@ def test_mixed_modes_are_the_weighted_sum_of_their_losses_over_their_own_counts(
         assert getattr(terms, name).flatten().tolist() == want
     compared = [not math.isnan(value) for value in terms.log_ratio.flatten().tolist()]
     assert compared == [t.rl != 0 or t.ref_kl != 0 for t in row]
+
+
+@pytest.mark.parametrize("mode", ["sft", "opd"])
+def test_a_step_without_policy_gradient_needs_none_of_its_columns(mode: str) -> None:
+    known: dict[str, Any] = {} if mode == "sft" else {"logprobs": [0.0, -0.5], "teacher_logprobs": [0.0, -0.75]}
+    step = pack([Sample(token_ids=[1, 2], loss_mask=[0, 1], mode=mode, **known)], ranks=1, seq_len=4)
+    (batch,) = step.ranks[0]
+    trainer = torch.tensor([0.0, -1.0], requires_grad=True)
+    columns = to_torch(batch)
+    found, alone = ByMode()(columns, trainer), (Sft() if mode == "sft" else Opd())(columns, trainer)
+    assert found.mean(step.denominators).item() == alone.loss.sum().item() != 0
+    assert (found.ratio is None) == (mode == "sft")
+
+
+def test_policy_gradient_without_its_columns_is_an_error_that_names_them() -> None:
+    for columns in ({}, {"rl_weights": torch.tensor([0.0, 1.0]), "ce_weights": torch.zeros(2)}):
+        with pytest.raises(InvalidInput, match="Dppo: the micro-batch has no column 'logprobs'"):
+            ByMode()({"loss_mask": torch.tensor([False, True]), **columns}, torch.zeros(2))
 
 
 def test_what_stands_on_context_never_reaches_loss_or_gradient() -> None:

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from penstock import Sample, pack, to_torch  # noqa: E402
-from penstock.train.loss import ByMode  # noqa: E402
+from penstock.train.loss import ByMode, Dppo  # noqa: E402
 from penstock.train.metrics_sinks import packed  # noqa: E402
 from penstock.train.terms import Sums  # noqa: E402
 from tests.support.groups import named_group  # noqa: E402
@@ -30,7 +30,6 @@ def sums_of(*modes: str) -> dict[str, float]:
     ]
     (batch,) = pack(samples, ranks=1, seq_len=64).ranks[0]
     tensors = to_torch(batch)
-    tensors.setdefault("logprobs", torch.zeros_like(tensors["advantages"]))
     trainer = torch.full_like(tensors["advantages"], -1.5)
     sums = Sums()
     sums.add(batch, ByMode()(tensors, trainer), version=1)
@@ -62,3 +61,17 @@ def test_what_was_packed_is_named_by_rank_and_in_total() -> None:
 def test_staleness_of_trained_samples_is_not_called_the_buffers() -> None:
     assert not [name for name in Sums().metrics() if name.startswith("buffer/")]
     assert {"train/staleness", "train/max_staleness"} <= Sums().metrics().keys()
+
+
+def test_values_per_token_make_the_reward_and_the_priority_of_a_sample() -> None:
+    per_token = {"advantages": [0, 0, 2, -3, 9], "rewards": [math.nan, 0, 0.25, 0.5, 0]}
+    once = {"advantages": -1.5, "rewards": 1.0}
+    samples = [
+        Sample(id=name, token_ids=range(5), loss_mask=[0, 1, 1, 1, 0], logprobs=[-1.0] * 5, **values)
+        for name, values in (("per token", per_token), ("once", once))
+    ]
+    (batch,) = pack(samples, ranks=1, seq_len=16).ranks[0]
+    sums = Sums()
+    sums.add(batch, Dppo()(to_torch(batch), torch.full((batch.num_tokens,), -1.0)), version=0)
+    assert sums.priorities == pytest.approx({"per token": 3.05, "once": 1.55})
+    assert (sums.reward_sum, sums.rewarded) == (1.75, 2)

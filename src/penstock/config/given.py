@@ -43,7 +43,7 @@ class Given:
             tables = tomllib.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"{file}: {error.strerror}; {hint}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # the latter for lists within lists
             raise ConfigError(f"{file}: not TOML: {error}; {hint}") from None
         for setting in () if paths_of is None else settings_of(paths_of):
             value = tables.get(setting.name)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays import (
     MAX_ERROR,
+    MODE_WEIGHTS,
     NO_COLUMNS,
     NO_VERSION,
     TOKEN_COLUMNS,
@@ -163,12 +164,19 @@ def _rollout(parts: Sequence[Part], trajectory: Trajectory) -> str:
         info=dict(trajectory.info),
         stop_condition=trajectory.stop_condition,
         truncated=trajectory.truncated,
-        # The text of an exception may hold half of a surrogate pair, from a file name that is not UTF-8.
-        error=(trajectory.error or "")[:MAX_ERROR].encode(errors="replace").decode(),
+        error=_failure(trajectory.error),
         agent=trajectory.agent,
         seconds=trajectory.seconds,
         roles=Roles.of((part.turn.role, part.keep) for part in parts) if named else None,
     ).to_text(trajectory.where)
+
+
+def _failure(error: str | None) -> str:
+    """Return the text of an error, never empty: `str(TimeoutError())` is, and would say that nothing failed."""
+    if error is None:
+        return ""
+    # The text of an exception may hold half of a surrogate pair, from a file name that is not UTF-8.
+    return error[:MAX_ERROR].encode(errors="replace").decode() or "unknown"
 
 
 def _name(name: str, number: int) -> str | None:
@@ -186,14 +194,16 @@ def _row(parts: Sequence[Part], trajectory: Trajectory, version: int | None) -> 
         row["logprobs"][sampled] = np.concatenate([p.fresh_logprobs() for p in parts if p.turn.logprobs is not None])
     for name in TOKEN_COLUMNS:
         if any(name in part.turn.columns for part in parts):
-            row.update(_joined(name, parts, sampled, version))
+            row.update(_joined(name, parts, sampled, trajectory.mode, version))
     row["loss_mask"] = _trained(row, sampled, trajectory)
     row["images"] = _images(parts)
     row["policy_version"] = _oldest(row, sampled, version)
     return row
 
 
-def _joined(name: str, parts: Sequence[Part], sampled: NDArray[np.bool_], version: int | None) -> dict[str, Any]:
+def _joined(
+    name: str, parts: Sequence[Part], sampled: NDArray[np.bool_], mode: str, version: int | None
+) -> dict[str, Any]:
     """Return one column along the branch, or nothing if it must be complete and is not."""
     if name == "routed_experts":
         # No fill value means "route freely": a branch has routed experts for all of its tokens or none.
@@ -209,6 +219,8 @@ def _joined(name: str, parts: Sequence[Part], sampled: NDArray[np.bool_], versio
     fill = column.fill
     if name == "weight_versions":  # a turn without versions was sampled by the rollout's version
         fill = _version_fill(version)
+    if name in WEIGHTS:
+        return {name: np.concatenate([_weights(part, name, mode) for part in parts])}
     values = np.concatenate([_piece(part, name, fill) for part in parts])
     if name in ("temperatures", "weight_versions") and sampled.any():
         # Tokens that were not sampled have no temperature and no version. Giving them a sampled token's keeps the
@@ -230,10 +242,21 @@ def _piece(part: Part, name: str, fill: Any) -> Array:
     given = part.turn.columns.get(name)
     if given is None:
         return np.full(part.keep, fill, TOKEN_COLUMNS[name].numpy)
-    values = np.full(part.keep, given) if given.ndim == 0 else given[: part.keep].copy()
-    if name in WEIGHTS:
-        values[: part.taken] = fill  # an earlier branch trains these with their weights
+    return np.full(part.keep, given) if given.ndim == 0 else given[: part.keep]
+
+
+def _weights(part: Part, name: str, mode: str) -> Array:
+    """Return a turn's weights. Without any, sampled tokens have the mode's, and only these: the others are context."""
+    fill = TOKEN_COLUMNS[name].fill
+    values = _piece(part, name, fill).copy()
+    if name not in part.turn.columns:
+        values[part.fresh_mask()] = _weight_of(name, mode)
+    values[: part.taken] = fill  # an earlier branch trains these with their weights
     return values
+
+
+def _weight_of(name: str, mode: str) -> float:
+    return MODE_WEIGHTS[mode][WEIGHTS.index(name)]
 
 
 def _trained(row: dict[str, Any], sampled: NDArray[np.bool_], trajectory: Trajectory) -> NDArray[np.bool_]:
@@ -246,8 +269,11 @@ def _trained(row: dict[str, Any], sampled: NDArray[np.bool_], trajectory: Trajec
             trained |= row[name] != 0
     extra = trained & ~sampled
     if extra.any():
-        weights = row.setdefault("rl_weights", np.ones(len(sampled), np.float32))
-        weights[extra] = 0.0  # the policy gradient needs a log-probability of the sampler
+        for name in WEIGHTS:
+            if name not in row and _weight_of(name, trajectory.mode):  # that of the mode would train the extra tokens
+                row[name] = np.where(extra, 0.0, _weight_of(name, trajectory.mode)).astype(np.float32)
+        if "rl_weights" in row:
+            row["rl_weights"][extra] = 0.0  # the policy gradient needs a log-probability of the sampler
     trained[:1] = False
     return np.zeros_like(trained) if trajectory.error is not None else trained
 

@@ -129,6 +129,8 @@ class GroupMetadata(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Like `versions`: how many of these tokens have a weight in the rl, ce and ref_kl terms. Empty where the samples'
     modes say so.
     """
+    errored: bytes = b""
+    """bool per sample: whether its rollout failed. Empty where none did."""
 
     @property
     def num_samples(self) -> int:
@@ -179,7 +181,7 @@ def _check_sizes(found: GroupMetadata) -> None:
     if sizes.count(8 * count) < len(sizes):
         name, size = next(one for one in zip(_ARRAYS, sizes, strict=True) if one[1] != 8 * count)
         raise CorruptFrame(f"metadata of a group: {size} bytes of {name}; {count} samples take {8 * count}")
-    if found.rewards or found.truncated or found.seconds or found.late != NO_LATE:
+    if found.rewards or found.truncated or found.errored or found.seconds or found.late != NO_LATE:
         _check_values(found, count)
     if (found.versions or found.version_terms) and (
         problem := versions_problem(found.versions, found.version_terms, np.frombuffer(found.loss_tokens, "<i8"))
@@ -194,7 +196,8 @@ def _check_sizes(found: GroupMetadata) -> None:
 
 def _check_values(found: GroupMetadata, count: int) -> None:
     """Raise unless what not every group has is given for none or for each of its samples."""
-    sizes = {"rewards": len(found.rewards) / 4, "truncated": len(found.truncated), "seconds": len(found.seconds)}
+    sizes = {name: float(len(getattr(found, name))) for name in ("truncated", "errored", "seconds")}
+    sizes["rewards"] = len(found.rewards) / 4
     if found.late != NO_LATE:
         sizes |= {f"late {name}": len(data) / 4 for name, data in found.late.values.items()}
         sizes |= {f"digests of late {name}": len(data) / 16 for name, data in found.late.digests.items()}
@@ -307,13 +310,15 @@ def metadata_of(
 
 
 def _rollouts(texts: tuple[str, ...]) -> dict[str, Any]:
-    """Return truncation, seconds and metrics of the samples' rollouts; nothing where no sample has any."""
+    """Return truncation, errors, seconds and metrics of the samples' rollouts; nothing where no sample has any."""
     if not any(texts):
         return {}
     known = [read_rollout(text) for text in texts]
     out: dict[str, Any] = {"metrics": _mean_metrics(known)}
     if any(one.truncated for one in known):
         out["truncated"] = np.array([one.truncated for one in known]).tobytes()
+    if any(one.error for one in known):
+        out["errored"] = np.array([bool(one.error) for one in known]).tobytes()
     if any(one.seconds is not None for one in known):
         out["seconds"] = tuple(-1.0 if one.seconds is None else one.seconds for one in known)
     return out

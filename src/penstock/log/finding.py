@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.atomic import read_small
 from penstock.errors import ConfigError, Conflict, CorruptFile, PenstockError
 from penstock.log.decision_log import Log, LogReader
 from penstock.log.run_folder import LOG
@@ -36,7 +37,7 @@ def plane_of(folder: Path) -> Path | None:
 def url_of(folder: str | Path) -> str:
     """Return the address of a run's log if it is in a database, else ""."""
     try:
-        return (Path(folder) / URL).read_text(encoding="utf-8").strip()
+        return read_small(Path(folder) / URL).decode().strip()
     except (FileNotFoundError, NotADirectoryError):
         return ""
 
@@ -51,12 +52,12 @@ _ODD = (
     RecursionError,
     msgspec.MsgspecError,
 )
-"""What reading values raises that no plane writes: a number that is text, bytes that are no record, a step too many."""
+"""Errors that reading raises for values that no plane writes, such as text for a number, or bytes of no record."""
 
 
 @contextmanager
 def as_corrupt(where: str | Path) -> Iterator[None]:
-    """Raise CorruptFile if a log holds values that no plane writes: it may be of a stranger, or damaged."""
+    """Raise CorruptFile if a log holds values that no plane writes: a stranger may have made it, or it is damaged."""
     try:
         yield
     except (PenstockError, OSError):
@@ -64,7 +65,7 @@ def as_corrupt(where: str | Path) -> Iterator[None]:
     except _ODD as error:
         found = f"{type(error).__name__}: {str(error)[:300]}"
         raise CorruptFile(
-            f"{where}: no plane writes what its log holds: {found}; restore the run from a copy"
+            f"{where}: its log holds values that no plane writes: {found}; restore the run from a copy"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""What becomes of a group when its late columns are there, or are overdue: advantages, filters, samples left out.
+"""Decides about a group whose late columns have arrived or are overdue: advantages, filters, samples to leave out.
 
 Computed once, from metadata and the attached values. The result is written to the log with the decision, so a restart
 does not compute it again.
@@ -31,14 +31,14 @@ _FAILED = "late columns cannot be used"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a group."""
+    """The decision about a group."""
 
     metadata: GroupMetadata
     """With its late values."""
     reason: str = ""
     """Why it is dropped; empty: it is trained."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Samples of a group that is trained which no step takes, by reason."""
+    """Count of samples that no step takes although their group is trained, by reason."""
 
 
 def admit(metadata: GroupMetadata, group: WaitingGroup, *, overdue: bool = False, drops: bool = True) -> Verdict:
@@ -91,8 +91,8 @@ def _admit(metadata: GroupMetadata, group: WaitingGroup) -> Verdict:
 
 
 def _lacking(metadata: GroupMetadata, group: WaitingGroup) -> NDArray[np.bool_]:
-    """Return [samples], those that lack a column which is stored in frames and which their mode needs. Trained without
-    it, distillation would follow zeros, with no sign of it."""
+    """Return [samples], True where a sample lacks a column that its mode needs and that frames store. Distillation
+    would silently train such a sample towards zeros."""
     count = metadata.num_samples
     modes = metadata.modes if len(metadata.modes) > 1 else metadata.modes * count
     found = np.zeros(count, np.bool_)
@@ -106,16 +106,21 @@ def _lacking(metadata: GroupMetadata, group: WaitingGroup) -> NDArray[np.bool_]:
 def _rollouts(
     metadata: GroupMetadata, late: NDArray[np.float64] | None, errors: NDArray[np.bool_], origins: NDArray[np.intp]
 ) -> Rollouts:
-    """Return the numbers of a group's rollouts. Samples of one rollout have one reward."""
+    """Return the numbers of a group's rollouts. Samples of one rollout have one reward. One that failed, in the
+    producer or at the judge, is part of no baseline."""
     count = int(origins.max()) + 1
     rewards, errored, truncated = np.full(count, np.nan), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
     stored = np.frombuffer(metadata.rewards, "<f4").astype(np.float64) if metadata.rewards else None
-    cut = np.frombuffer(metadata.truncated, np.bool_)
+    cut, failed = (np.frombuffer(flags, np.bool_) for flags in (metadata.truncated, metadata.errored))
     for row, at in enumerate(origins.tolist()):
         values = [late[row] if late is not None else np.nan, stored[row] if stored is not None else np.nan]
         rewards[at] = next((value for value in (rewards[at], *values) if not np.isnan(value)), np.nan)
-        errored[at] |= errors[row]
+        errored[at] |= errors[row] or bool(len(failed) and failed[row])
         truncated[at] |= bool(len(cut) and cut[row])
+    if stored is not None:
+        # Rewards of the put are known as float32. In float64 a judge's 0.3 would differ from theirs: a group of equal
+        # rewards would pass the filter for zero variance, and grpo_std would make 0.37 of the difference.
+        rewards = _narrow("rewards", rewards).astype(np.float64)
     none = np.zeros(count, np.int64)
     return Rollouts(
         rewards=rewards,

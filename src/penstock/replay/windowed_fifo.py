@@ -83,7 +83,7 @@ class DispatchIndex:
         """(dispatch, slot), ascending."""
         self._dispatch_of: dict[int, int] = {}
         self._expected: list[int] = []
-        """Dispatches that have not arrived, ascending; one that was handed out several times is there as often."""
+        """Dispatches that have not arrived, ascending. A dispatch that was handed out twice is listed twice."""
         self._overtook: list[int] = []
         """Dispatches that left while an older one was expected, ascending."""
         self._last = 0
@@ -117,8 +117,17 @@ class DispatchIndex:
             dispatch = self._dispatch_of.pop(slot)
             del self._live[bisect_left(self._live, (dispatch, slot))]
             if self._expected and dispatch > self._expected[0]:
-                insort(self._overtook, dispatch)
-                del self._overtook[self._window + self._enough :]  # bounded: beyond the window it makes no difference
+                self._overtake(dispatch)
+
+    def _overtake(self, dispatch: int) -> None:
+        """Note that a dispatch left before an older expected one. Between two expected ones, as many are kept as fill a
+        window: more make no difference to any of the two, nor to those before and behind them."""
+        insort(self._overtook, dispatch)
+        gap = bisect_right(self._expected, dispatch)
+        begin, end = bisect_right(self._overtook, self._expected[gap - 1]), len(self._overtook)
+        if gap < len(self._expected):
+            end = bisect_left(self._overtook, self._expected[gap])
+        del self._overtook[begin + self._window - 1 : end]
 
     def update(self, slots: NDArray[np.int64], priorities: NDArray[np.float64]) -> None:
         pass
@@ -131,6 +140,7 @@ class DispatchIndex:
         count = 0
         for dispatch, _ in self._live[free : free + self._window - 1]:
             # Places behind the anchor: live ones, expected ones (but the anchor itself) and those that left already.
+            # Window 3, expected [2], live 3 4 5: 3 and 4 have places 1 and 2 and may be drawn.
             place = count + 1 + bisect_right(self._expected, dispatch) - 1 + bisect_right(self._overtook, dispatch)
             if place > self._window - 1:
                 break

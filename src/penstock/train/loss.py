@@ -327,10 +327,11 @@ def _weights(columns: Columns, name: str) -> Tensor | None:
     """
     weights = columns.get(f"{name}_weights")
     if weights is None:
-        return torch.ones_like(columns["logprobs"]) if name == "rl" else None
-    if name == "ref_kl" and not {"teacher_logprobs", "teacher_kl"} & columns.keys() and not bool(weights.any()):
-        return None
-    return weights
+        return torch.ones_like(columns["loss_mask"], dtype=torch.float32) if name == "rl" else None
+    # A step of other modes alone lacks what the term needs. If a token has a weight all the same, the loss says so.
+    lacks_rl = name == "rl" and not {"logprobs", "advantages"} <= columns.keys()
+    lacks_ref_kl = name == "ref_kl" and not {"teacher_logprobs", "teacher_kl"} & columns.keys()
+    return None if (lacks_rl or lacks_ref_kl) and not bool(weights.any()) else weights
 
 
 def _joined(found: Mapping[str, Terms], used: Mapping[str, Tensor], columns: Columns) -> Terms:

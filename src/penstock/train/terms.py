@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import InvalidInput
 from penstock.packing import Denominators, MicroBatch
@@ -137,7 +138,8 @@ class Sums:
     max_staleness: float = 0.0
     grad_norm: float = 0.0
     priorities: dict[str, float] = field(default_factory=dict)
-    """Priority by sample id for prioritized replay: |advantage| + 0.05. This rank's samples only."""
+    """Priority by sample id for prioritized replay: the largest |advantage| of a trained token + 0.05. Only this
+    rank's samples."""
 
     def add(self, batch: MicroBatch, terms: Terms, *, version: int, loss_mask: torch.Tensor | None = None) -> None:
         """Add one micro-batch, trained with weights of `version`.
@@ -154,14 +156,14 @@ class Sums:
         self.versioned += len(behind)
         self.staleness += float(behind.sum())
         self.max_staleness = max(self.max_staleness, float(behind.max(initial=0)))
-        if "rewards" in batch and len(segments):
-            rewards = batch["rewards"][segments.offsets]
-            scored = rewards[np.isfinite(rewards)]
-            self.reward_sum += float(scored.sum())
+        if "rewards" in batch:
+            scored = [row for one in segments if len(row := _finite(batch["rewards"][one.tokens]))]
+            # The same number on every token is one reward for the sample. Different rewards per token add up.
+            self.reward_sum += sum(float(row[0] if (row == row[0]).all() else row.sum()) for row in scored)
             self.rewarded += len(scored)
         if "advantages" in batch:
-            sizes = np.abs(batch["advantages"][segments.offsets])
-            self.priorities |= dict(zip(segments.ids, (sizes + 0.05).tolist(), strict=True))
+            sizes = np.where(mask.cpu().numpy(), np.abs(batch["advantages"]), 0.0)
+            self.priorities |= {one.id: float(sizes[one.tokens].max()) + 0.05 for one in segments}
 
     def _add_tokens(self, terms: Terms, mask: torch.Tensor, batch: MicroBatch, version: int) -> None:
         if terms.entropy is not None:
@@ -213,6 +215,10 @@ class Sums:
             "train/staleness": self.staleness / self.versioned if self.versioned else math.nan,
             "train/max_staleness": self.max_staleness if self.versioned else math.nan,
         }
+
+
+def _finite(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    return values[np.isfinite(values)]
 
 
 _SUMMED = tuple(one.name for one in fields(Sums) if one.name not in (*_LARGEST, *_PER_RANK))

@@ -279,7 +279,10 @@ def _decision(record: Record, tenant: str) -> tuple[str, str] | None:
         return "evict", f"{tenant} {record.tenant!r} was evicted: {record.reason}"
     if isinstance(record, Quarantine | Lose):
         many = "1 group was" if len(record.groups) == 1 else f"{len(record.groups)} groups were"
-        kind, what = ("quarantine", "quarantined") if isinstance(record, Quarantine) else ("lose", "lost")
+        if isinstance(record, Quarantine):
+            kind, what = "quarantine", "quarantined"
+        else:
+            kind, what = "lose", "lost" if record.reason == "lost" else "dropped"
         return kind, f"{many} {what}: {next(iter(record.groups.values()), '')}"
     return None
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.atomic import replacing
+from penstock.atomic import read_small, replacing
 from penstock.log import is_gone, pid_space
 
 STATE = "state.json"
@@ -156,8 +156,8 @@ def at_work(folder: Path) -> Iterator[None]:
 def state_of(folder: Path) -> RunState | None:
     """Read the state of the run in a folder, None if unknown."""
     try:
-        found = _READ_STATE.decode((folder / STATE).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError, UnicodeDecodeError):
+        found = _READ_STATE.decode(read_small(folder / STATE))
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     if found.state == "running" and found.host == platform.node() and is_gone(pid_space(), found.pid):
         return msgspec.structs.replace(found, state="gone", ended=last_written(folder) or found.began)
