@@ -130,7 +130,7 @@ def test_a_sample_above_the_cap_is_packed_alone_and_counted_as_the_readme_says()
 
 
 def test_the_plain_reader_is_as_long_as_the_pages_say() -> None:
-    lines = len((ROOT / "tests/support/plain_reader.py").read_text().splitlines())
+    lines = len((ROOT / "src/penstock/testing/wire.py").read_text().splitlines())
     for page in ("docs/internals/wire-format.md", "docs/internals/decisions.md"):
         assert f"{lines} lines" in (ROOT / page).read_text(), page
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 import penstock as ps
 from penstock.frames.codings import Profile
 from penstock.testing.strategies import batches
+from penstock.testing.wire import read_frame
 from tests.frames.frames import FRAMES
-from tests.support.plain_reader import read_frame
 from tests.support.reference import record
 
 

@@ -17,7 +17,7 @@ from penstock.log.postgres_log import PostgresLog
 from penstock.packing import Packing
 from penstock.plane import PlaneSettings, Target
 from penstock.protocol import AttachValues, Staged, StepPicks
-from tests.log.log_suite import LogSuite
+from penstock.testing import LogSuite
 from tests.support.engines import DirectEngine
 from tests.support.groups import named_group
 from tests.support.postgres_server import PostgresServer

@@ -16,10 +16,10 @@ from penstock.client.api import client_transport
 from penstock.client.source import Source, Step
 from penstock.client.source_settings import SourceSettings
 from penstock.errors import Closed, Conflict, Overloaded, PenstockError, WaitTimeout
+from penstock.testing.transport_suite import Trouble, UnreliableClient
 from tests.support.groups import named_group
 from tests.support.pace import pace
 from tests.support.planes import FAST, OpenPlane
-from tests.support.transport_suite import Trouble, UnreliableClient
 
 TRANSPORTS = ("memory", "tcp", "ipc", "file")
 

@@ -11,10 +11,10 @@ import zmq
 from penstock.ray import LocalCluster, calls
 from penstock.ray.calls import actor_of
 from penstock.ray.ray_plane import client
+from penstock.testing.transport_suite import Ends, RestartableSuite
 from penstock.transport.keys import PlaneKeys
 from penstock.transport.sockets import SocketPlane
 from tests.support.ray_run import AddressActor
-from tests.support.transport_suite import Ends, RestartableSuite
 
 _numbers = itertools.count(1)
 

@@ -16,6 +16,7 @@ import pytest
 import penstock as ps
 from penstock.errors import InvalidInput
 from penstock.server.plane_process import PlaneProcess
+from penstock.testing.transport_suite import hear
 from penstock.transport.files import FileClient, FilePlane
 from penstock.transport.inbound import SLACK_BYTES, is_supported
 from penstock.transport.keys import ClientKeys, PlaneKeys, make_keys
@@ -24,7 +25,6 @@ from tests.support.attacks import Peak, large_puts, sparse_message, unfinished_m
 from tests.support.groups import named_group
 from tests.support.pace import pace
 from tests.support.plane_processes import SMALL
-from tests.support.transport_suite import hear
 
 pytestmark = pytest.mark.process
 

@@ -15,11 +15,11 @@ import zmq
 
 import penstock as ps
 from penstock.errors import ConfigError, PeerError
+from penstock.testing.transport_suite import hear
 from penstock.transport.keys import ClientKeys, Guard, PlaneKeys, _connects, guard, make_keys, refuse_strangers
 from penstock.transport.resolving import Address, ResolvingClient
 from penstock.transport.sockets import SocketClient, SocketPlane, check_url
 from tests.support.pace import eventually
-from tests.support.transport_suite import hear
 
 
 @pytest.fixture

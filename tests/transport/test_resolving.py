@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import PlaneLost
+from penstock.testing.transport_suite import Ends, RestartableSuite, answer, hear
 from penstock.transport.resolving import Address, ResolvingClient
 from penstock.transport.sockets import SocketPlane
-from tests.support.transport_suite import Ends, RestartableSuite, answer, hear
 
 
 class MovingPlane:

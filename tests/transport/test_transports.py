@@ -14,12 +14,12 @@ import zmq
 from penstock.errors import ConfigError
 from penstock.protocol.message_header import pack_message, read_from_client
 from penstock.protocol.messages import BEHIND, Beat
+from penstock.testing.transport_suite import Ends, RestartableSuite, TransportSuite, answer, hear
 from penstock.transport.files import FileClient, FilePlane
 from penstock.transport.memory import MemoryPlane
 from penstock.transport.sockets import SocketClient, SocketPlane
 from tests.support.ports import free_port
 from tests.support.proxy import Proxy
-from tests.support.transport_suite import Ends, RestartableSuite, TransportSuite, answer, hear
 
 
 class TestMemory(TransportSuite):

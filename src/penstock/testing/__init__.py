@@ -1,10 +1,13 @@
-"""Tests for what you build on Penstock: strategies, checks of parts of your own, and a check of trainers.
+"""Tests for what you build on Penstock: strategies, conformance suites and a check of trainers.
 
     strategies       `samples`, `batches` (Hypothesis)
     storage          `StorageSuite`: subclass it and run it over your storage engine (pytest)
+    log              `LogSuite`: the same for a decision log (pytest)
+    transport        `TransportSuite`, `RestartableSuite`, `UnreliableClient`
     selectors        `check_selector`: a sampler or remover of your own for a replay table
     blob stores      `STORE_CHECKS`: one check per promise, for a store of images
     trainers         `penstock.testing.trainer.check`: which of the field's published bugs does your trainer have?
+    frames           `read_frame`: a reader in plain Python, written from docs/internals/wire-format.md alone
     images           `draw_screenshot`, `as_data_uri`: pictures to try things with
     TRL on a CPU     `trl_on_cpu`, `NoTransfer`, `VllmStandIn`, `byte_model`
 

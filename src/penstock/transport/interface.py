@@ -3,7 +3,7 @@
 A message is a header and payload buffers. A transport may lose messages when a connection breaks and may deliver one
 twice, but never alters one unnoticed. Messages with payloads stay in order, and so do those without. A message without
 a payload should overtake large payloads, so that a slow link does not look like a dead one. The protocol does the rest.
-`tests/support/transport_suite.py` is the suite that every transport must pass. Read `memory.py` first.
+`penstock.testing.transport_suite` is the suite that every transport must pass. Read `memory.py` first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""What every decision log keeps, as one suite. `test_logs.py` runs it over each kind."""
+"""A conformance suite for decision logs: subclass it and run it over yours.
+
+    class TestMine(LogSuite):
+        opener = "from mine import MyLog\\nlog = MyLog(sys.argv[1])"
+
+Needs the `pytest` package.
+"""
 
 from __future__ import annotations
 
@@ -74,9 +80,9 @@ class LogSuite:
         """Start a process that opens the same log and runs a program with it."""
         text = f"import sys\n{self.opener_of(folder)}\n{program}"
         command = [sys.executable, "-c", text, str(folder)]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603
 
-    def opener_of(self, folder: Path) -> str:
+    def opener_of(self, folder: Path) -> str:  # noqa: ARG002 - for those that need it
         return self.opener
 
     # -------------------------------------------------------------- what was written is read
