@@ -156,7 +156,7 @@ class AsyncGroupBuilder(CollectedRollouts):
 def builder_fields(
     plane: Plane,
     prompt: str,
-    given: str | None,
+    given: object,
     policy_version: int | None,
     advantage: Advantage | str | None,
     filters: Iterable[Filter | str],

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,7 +191,7 @@ def filter_named(name: str) -> Filter:
     return FILTERS[name]
 
 
-def _filter_of(given: Filter | str) -> Filter:
+def _filter_of(given: Any) -> Filter:
     if isinstance(given, str):
         return filter_named(given)
     if isinstance(given, type) or not callable(given) or not hasattr(given, "reason"):
