@@ -196,7 +196,8 @@ def _filter_of(given: Any) -> Filter:
         return filter_named(given)
     if isinstance(given, type) or not callable(given) or not hasattr(given, "reason"):
         raise InvalidInput(f"filter {given!r:.60}: give a name, such as 'zero_variance', or an object with a `reason`")
-    return given
+    found: Filter = given
+    return found
 
 
 def split_filters(filters: Iterable[Filter | str], *, is_late: bool) -> tuple[list[Filter], tuple[str, ...]]:
