@@ -8,6 +8,7 @@ import os
 import select
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from penstock.commands.terminal import FirstSign, MissingWords, Parser, suggestion
 from penstock.errors import PenstockError
@@ -91,6 +92,9 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. A PenstockError or OSError becomes one line on stderr and exit code 1."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed: `penstock ... >&-`. What replaces it is open to the end.
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
         print(overview(), end="")
@@ -101,7 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"penstock: {_shown(command)}: no such command{likely}; see penstock --help", file=sys.stderr)
         return 2
     with FirstSign(command):
-        return _run(build_parser(command if command in COMMANDS else "").parse_args(arguments))
+        try:
+            return _run(build_parser(command if command in COMMANDS else "").parse_args(arguments))
+        except KeyboardInterrupt:  # also while the command's modules are imported
+            return 130
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -122,8 +129,6 @@ def _run(args: argparse.Namespace) -> int:
             raise
         print(f"penstock {found}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return code
 
 

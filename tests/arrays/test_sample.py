@@ -66,7 +66,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "an advantage beyond float32": ({"advantages": [0.0, 0.0, 0.0, 1e39]}, "advantages[3]", "1e+39"),
     "two advantages for four tokens": ({"advantages": [0.0, 1.0]}, "advantages", "2 values for 4 tokens"),
     "a temperature of zero": ({"temperatures": 0.0}, "temperatures", "0"),
-    "a text reward": ({"rewards": "1.0"}, "rewards", "<U3"),
+    "a text reward": ({"rewards": "1.0"}, "rewards", "'1.0'"),
     "a bool advantage": ({"advantages": True}, "advantages", "bool"),
     "a complex logprob": ({"logprobs": [0j, 0j, 0j, 0j]}, "logprobs", "complex128"),
     "NaN weights": ({"rl_weights": [1.0, math.nan, 1.0, 1.0]}, "rl_weights[1]", "NaN"),

@@ -231,3 +231,35 @@ def test_ctrl_c_ends_a_viewer_and_top_in_order(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
         assert process.returncode == 0, words
+
+
+def test_a_closed_output_is_no_traceback(tmp_path: Path) -> None:
+    with ps.open(tmp_path / "run", ranks=1, seq_len=8, groups_per_step=1):
+        pass
+    for closed in (">&-", "2>&-"):
+        words = f"{sys.executable} -m penstock inspect {tmp_path / 'run'} {closed}"
+        done = subprocess.run(["bash", "-c", words], capture_output=True, text=True, timeout=300, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_interrupt_while_a_command_is_imported_ends_it_quietly() -> None:
+    interrupt = """
+import sys, penstock.cli as cli
+class Stop:
+    def find_spec(self, name, path, target=None):
+        if name == "penstock.commands.pack":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Stop())
+sys.exit(cli.main(["pack", "--help"]))
+"""
+    done = subprocess.run([sys.executable, "-c", interrupt], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_a_demo_is_not_mixed_into_the_folder_of_a_plane(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    with ps.open(folder, ranks=1, seq_len=8, groups_per_step=1):
+        before = sorted(path.name for path in folder.iterdir())
+        assert main(["demo", "--fast", "--folder", str(folder)]) == 1
+        assert sorted(path.name for path in folder.iterdir()) == before
+    assert "the folder of a plane" in capsys.readouterr().err

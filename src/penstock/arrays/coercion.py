@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from penstock.arrays.columns import COLUMNS, MODES, TOKEN_COLUMNS, TOPK, Array, Cells, Column, allows_all, first_bad
 from penstock.arrays.ragged import Ragged, freeze, offsets_of
 from penstock.arrays.rollout import text_problem
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, shown
 
 Values: TypeAlias = Array | Ragged | Sequence[float] | Sequence[int] | Sequence[bool] | Sequence[Sequence[int]] | float
 MAX_TEXT = 512
@@ -217,8 +217,16 @@ def coerce(column: Column, value: Values, where: str) -> Array:
     try:
         with np.errstate(invalid="ignore"):  # converting a signalling NaN is valid and must not warn
             raw = np.asarray(value)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidInput(f"{where}: not an array ({error}); give numbers of one kind") from None
+    except (
+        ValueError,
+        TypeError,
+        OverflowError,
+        RuntimeError,
+    ) as error:  # RuntimeError: a tensor that needs a gradient
+        remedy = "give numbers of one kind; a tensor as tensor.detach().cpu(), a bfloat16 one as tensor.float()"
+        raise InvalidInput(f"{where}: not an array ({error}); {remedy}") from None
+    if raw.ndim == 0 and raw.dtype.kind not in "buif":
+        raise InvalidInput(f"{where}: {shown(value)}; give a list or an array of numbers")
     _check_rank(column, raw, where)
     dtype = column.numpy
     if raw.size == 0:

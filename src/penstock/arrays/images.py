@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, shown
 
 _TEXTS = (
     ("hash", re.compile(r"[0-9a-f]{64}"), "the 64 hex digits of a sha256"),
@@ -73,6 +73,8 @@ def check_spans(spans: Sequence[ImageSpan], num_tokens: int, types: NDArray[np.u
             f"{where}.mm_token_type_ids[{video}]: {int(types[video])}, a video token; videos are not "
             "supported, leave the sample out"
         )
+    if not isinstance(spans, Sequence):
+        raise InvalidInput(f"{where}.images: {shown(spans)}; give a list of ImageSpan")
     end = 0
     for i, span in enumerate(spans):
         at = f"{where}.images[{i}]"

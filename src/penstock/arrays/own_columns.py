@@ -17,7 +17,7 @@ import numpy as np
 from penstock.arrays.coercion import Values, as_lists, coerce_cells
 from penstock.arrays.columns import COLUMNS, TOKEN_COLUMNS, TOPK, Array, Cells, Column, Description, Per
 from penstock.arrays.ragged import Ragged
-from penstock.errors import ConfigError, InvalidInput
+from penstock.errors import ConfigError, InvalidInput, shown
 
 Own: TypeAlias = Mapping[str, Column]
 """Columns that are not in the table, by name, sorted."""
@@ -114,6 +114,8 @@ def read_own(given: Given, known: Own, where: str) -> tuple[dict[str, Cells], Ow
     """Read values given by name or by `Column`; `known` holds columns declared elsewhere."""
     cells: dict[str, Cells] = {}
     own: dict[str, Column] = {}
+    if not isinstance(given, Mapping):
+        raise InvalidInput(f"{where}.columns: {shown(given)}; give values by name, or by Column")
     for key, value in given.items():
         if value is None:
             continue

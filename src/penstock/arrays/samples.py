@@ -61,8 +61,16 @@ class Samples(Sequence[Sample]):
         copied, so the samples' arrays must not change while the result is in use."""
         if isinstance(samples, Samples):
             return samples
+        given: object = samples
+        if isinstance(given, Sample) or not isinstance(given, Iterable):
+            raise InvalidInput(f"samples: a {type(samples).__name__}; give a list of penstock.Sample")
         rows = list(samples)
-        cells = [row.columns for row in rows]
+        try:
+            cells = [row.columns for row in rows]
+        except AttributeError:
+            found: list[object] = [*rows]
+            i, wrong = next((i, row) for i, row in enumerate(found) if not isinstance(row, Sample))
+            raise InvalidInput(f"samples[{i}]: a {type(wrong).__name__}; give penstock.Sample objects") from None
         lengths = [len(one["token_ids"]) for one in cells]
         offsets = np.array([*accumulate(lengths, initial=0)], np.int64)
         present = cells[0].keys() if cells else set[str]()

@@ -121,6 +121,8 @@ class AssetStore:
         `files_from` are folders whose files may be copied in by `file:` URL; none by default. `retries` is how often a
         missing image is looked for again, 20 ms longer each time, for file systems that show another host's file late.
         """
+        if root is None:
+            raise ConfigError("AssetStore: None; give a folder, or an object store")
         if not SAFE_ID.fullmatch(run):
             raise ConfigError(f"run {run[:80]!r}: give 1 to 128 of A-Z a-z 0-9 _ . - that start with no dot")
         self.blobs: Blobs = LocalFolder(root) if isinstance(root, (str, os.PathLike)) else root

@@ -13,7 +13,7 @@ A path from a root to the end of a turn that nothing continues is one sequence t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -31,7 +31,7 @@ from penstock.arrays import (
     check_version,
 )
 from penstock.capture.turn import Turn
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,13 +78,19 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "turns", tuple(self.turns))
         where = self.where
+        if not isinstance(self.id, str):
+            raise InvalidInput(f"trajectory.id: {shown(self.id)}; must be a string")
+        if isinstance(self.turns, Turn) or not isinstance(self.turns, Iterable):
+            raise InvalidInput(f"{where}.turns: {shown(self.turns)}; give a list of penstock.Turn objects")
+        put(self, "turns", tuple(self.turns))
         names = ("env", "run", "mode", "agent", "stop_condition")
         check_text({name: getattr(self, name) for name in names}, where)
         _check_turns(self.turns, where)
-        parents = tuple(range(-1, len(self.turns) - 1)) if self.parents is None else tuple(self.parents)
-        keeps = (None,) * len(self.turns) if self.keeps is None else tuple(self.keeps)
+        parents = (
+            tuple(range(-1, len(self.turns) - 1)) if self.parents is None else _places("parents", self.parents, where)
+        )
+        keeps = (None,) * len(self.turns) if self.keeps is None else _places("keeps", self.keeps, where)
         put(self, "parents", parents)
         put(self, "keeps", _checked_keeps(self.turns, parents, keeps, where))
         if not isinstance(self.error, str | None):
@@ -165,6 +171,13 @@ def _check_agreement(turns: Sequence[Turn], name: str, given: list[bool], where:
             f"{where} turns[{missing}].{name}: missing for {turns[missing].num_sampled} sampled tokens, while "
             f"turns[{with_it[0]}] has them; record them for every sampled turn or for none"
         )
+
+
+def _places(name: str, given: Sequence[Any], where: str) -> tuple[Any, ...]:
+    """Return numbers of turns or tokens as ints, also those that numpy counted. None stays."""
+    if not isinstance(given, Iterable):
+        raise InvalidInput(f"{where}.{name}: {shown(given)}; give one number per turn")
+    return tuple(int(one) if isinstance(one, np.integer) else one for one in given)
 
 
 def _checked_keeps(turns: Sequence[Turn], parents: Sequence[Any], keeps: Sequence[Any], where: str) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ from penstock.arrays import (
     read_own,
     types_of,
 )
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, shown
 
 if TYPE_CHECKING:
     from penstock.arrays import TurnColumns
@@ -105,6 +105,8 @@ class Turn:
         """`where` names this turn in errors."""
         ids = owned(coerce(COLUMNS["token_ids"], token_ids, f"{where}.token_ids"))
         marks = None if mask is None else _mask(mask, len(ids), where)
+        if not isinstance(sampled, bool | np.bool_ | None):
+            raise InvalidInput(f"{where}.sampled: {shown(sampled)}; must be True, False or None")
         if sampled is None:
             sampled = logprobs is not None or (marks is not None and bool(marks.any()))
         # Infer `sampled` from what was recorded, but never override a caller who contradicts it.

@@ -175,7 +175,8 @@ def builder_fields(
         raise InvalidInput(f"group of {prompt!r}: {len(chosen)} filters; leave them out, evaluation keeps all rollouts")
     # Now, and not when the block ends: by then the rollouts have cost minutes.
     where = f"group of {prompt!r:.80}"
-    if given is not None and (not isinstance(given, str) or not given):
+    named: object = given
+    if named is not None and (not isinstance(named, str) or not named):
         raise InvalidInput(f"{where}: id: {given!r:.60}; give text that is unique in the run, or leave it out")
     advantage_of(advantage)
     split_filters(chosen, is_late=False)

@@ -149,14 +149,14 @@ class Source:
         self._loop.check_process()
         with self._lock:
             if number is not None and self._next and number != self._next:
-                raise InvalidInput(f"step {number}: the next one is {self._next}; steps come in order")
+                raise _out_of_order(number, self._next)
             self._raise_error()
             if self._next:
                 self._ask(self._next)
             self._await_step(timeout)
             want = self._next
             if number is not None and number != want:  # known only now, if the plane chose the first step
-                raise InvalidInput(f"step {number}: the next one is {want}; steps come in order")
+                raise _out_of_order(number, want)
             self._next = want + 1
             self._released.discard(want)
             got = self._arrived.pop(want)
@@ -214,9 +214,10 @@ class Source:
         with self._lock:
             self._raise_error()
             if number != self._committed + 1 or number >= self._next:
+                committed, taken = max(self._committed, 0), max(self._next - 1, 0)
                 raise InvalidInput(
-                    f"commit of step {number}: the last one committed is {self._committed}, the last one taken is "
-                    f"{self._next - 1}; commit each step once, in order, after training it"
+                    f"commit of step {number}: the last one committed is {committed}, the last one taken is {taken}; "
+                    "commit each step once, in order, after training it"
                 )
             self._committed = number
             self._handle(self._session.commit(number, version, time.monotonic()))
@@ -454,6 +455,13 @@ def _leave(session: RankSession, loop: ClientLoop, received: SimpleQueue[Arrived
 
 def _nothing() -> None:
     """Called instead of a method of a source that is gone."""
+
+
+def _out_of_order(number: object, want: int) -> InvalidInput:
+    return InvalidInput(
+        f"step({number!r:.60}): the next step is {want}, and steps come in order; for a limit of time write "
+        "step(timeout=SECONDS)"
+    )
 
 
 def _number_of(step: object, what: str) -> int:

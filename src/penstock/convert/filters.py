@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,13 +191,13 @@ def filter_named(name: str) -> Filter:
     return FILTERS[name]
 
 
-def _filter_of(given: Any) -> Filter:
-    if isinstance(given, str):
-        return filter_named(given)
+def _filter_of(one: Filter | str) -> Filter:
+    if isinstance(one, str):
+        return filter_named(one)
+    given: object = one
     if isinstance(given, type) or not callable(given) or not hasattr(given, "reason"):
         raise InvalidInput(f"filter {given!r:.60}: give a name, such as 'zero_variance', or an object with a `reason`")
-    found: Filter = given
-    return found
+    return one
 
 
 def split_filters(filters: Iterable[Filter | str], *, is_late: bool) -> tuple[list[Filter], tuple[str, ...]]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.capture import Trajectory
 from penstock.convert.branches import paths
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,6 +77,8 @@ class Rollouts:
         """Build from trajectories, or from rewards alone (then every count is 0)."""
         if isinstance(source, Rollouts):
             return source
+        if not isinstance(source, Iterable):
+            raise InvalidInput(f"rewards: {shown(source)}; must be one finite number per rollout")
         items = list(source)
         if items and isinstance(items[0], Trajectory):
             return _of_trajectories(items)

@@ -33,7 +33,7 @@ from penstock.demo.processes import ABORTED, REFUSED, address, last_lines, start
 from penstock.demo.tasks import write_tokenizer
 from penstock.errors import ConfigError, PenstockError
 from penstock.extras import require
-from penstock.log import own, release
+from penstock.log import is_run, own, release
 from penstock.plane import ClusterSettings, PlaneSettings
 from penstock.protocol import FeedbackEvent, Timeouts
 from penstock.server import metrics_token, parse_address
@@ -173,6 +173,11 @@ class Launcher:
     def prepare(self) -> None:
         """Check the machine and create the run's folder. Starts nothing."""
         check_surroundings(self.config)
+        if is_run(self.folder):
+            raise ConfigError(
+                f"{self.folder}: the folder of a plane, such as `penstock serve` makes; give another one: "
+                f"this run keeps its own plane in {self.folder / 'plane'}"
+            )
         has_images = self.config.task is not None and self.config.task.name == "color"
         for name in ("logs", "weights", "checkpoints", *(["assets"] if has_images else [])):
             (self.folder / name).mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from penstock.arrays import ImageSpan
-from penstock.errors import CorruptFrame
+from penstock.errors import CorruptFrame, InvalidInput
 
 MAGIC = b"PENSTOCK"
 VERSION = 1
@@ -217,7 +217,10 @@ def split(data: Buffer, *, whole: bool = True) -> Sections:
     """Return the sections of a frame after verifying sizes and the front's checksum. `whole=False` allows a missing
     body.
     """
-    view = memoryview(data)
+    try:
+        view = memoryview(data)
+    except TypeError:
+        raise InvalidInput(f"frame: a {type(data).__name__}; give its bytes, as ps.encode returns them") from None
     view = view.cast("B") if view.nbytes else memoryview(b"")  # an empty view cannot be cast
     header_size, head_size, body_size, body_hash, front_hash = _read_prefix(view)
     body_start = PREFIX_SIZE + header_size + head_size

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import ConfigError, CorruptFile, InvalidInput
+from penstock.errors import ConfigError, CorruptFile, InvalidInput, shown
 
 MAX_POOLS = 256
 MAX_CANDIDATES = 4096
@@ -168,6 +168,11 @@ class DifficultyPools:
     """
 
     def __init__(self, pools: Mapping[float, float], *, new: float = 1.0) -> None:
+        given: object = pools
+        if not isinstance(given, Mapping) or not all(isinstance(one, int | float) for one in given):
+            raise ConfigError(
+                f"DifficultyPools: {shown(pools)}; give weights by bounds of the mean reward: {{0.5: 1.0}}"
+            )
         bounds = sorted(pools)
         if not bounds or not all(map(math.isfinite, bounds)) or len(bounds) > MAX_POOLS:
             raise ConfigError(

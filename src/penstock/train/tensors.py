@@ -67,6 +67,10 @@ def to_torch(
     >>> tensors["token_ids"].tolist(), tensors["position_ids"].shape
     ([4, 5, 6], torch.Size([3]))
     """
+    if not isinstance(batch, MicroBatch):
+        raise InvalidInput(
+            f"to_torch: a {type(batch).__name__}; give a micro-batch: for batch in step: to_torch(batch)"
+        )
     require("ps.to_torch", "torch")
     import torch
 

@@ -86,6 +86,8 @@ class TokenExporter:
         step may briefly be shown with old files of other ranks right after a restart, until these ranks begin it
         again. `barrier` makes `close_step` wait for all ranks instead.
         """
+        if not isinstance(folder, str | Path):
+            raise ConfigError(f"TokenExporter: {folder!r:.60}; give the folder of the run")
         if not 0 <= rank < world or every < 1 or queue_batches < 1:
             raise ConfigError(
                 f"rank {rank} of world {world}, every {every}, queue_batches {queue_batches}: "
