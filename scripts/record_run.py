@@ -19,10 +19,9 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from penstock.log import EVENTS, LOG, copy_log, reading, run_events_of
+from penstock.log import EVENTS, LOG, copy_log, plane_of, reading, run_events_of
 from penstock.plane import read_manifest
 from penstock.view.folders import promote, read_done, step_folder, write_done
-from penstock.view.plane_steps import plane_of
 from penstock.view.reader import Export
 
 FILES = ("metrics.jsonl", "plane.jsonl", "events.jsonl", "state.json", "tokenizer.json")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,6 +79,31 @@ def replacing(path: Path, *, buffering: int = 1 << 20) -> Iterator[BinaryIO]:
         rename(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def read_small(path: Path, most: int = 1 << 20) -> bytes:
+    """Return the bytes of a small file in a folder that others may have made. Raises OSError for one that is larger,
+    and for what is no file: reading a pipe would wait for ever, and a device has no end.
+
+    >>> read_small(Path("/dev/zero"))
+    Traceback (most recent call last):
+    ...
+    OSError: [Errno 22] no regular file: '/dev/zero'
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode, data = os.fstat(descriptor).st_mode, b""
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "no regular file", str(path))
+        while piece := os.read(descriptor, most + 1 - len(data)):
+            data += piece
+    finally:
+        os.close(descriptor)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
+    return data
 
 
 def beside(path: Path) -> Path:

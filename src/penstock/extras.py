@@ -84,16 +84,18 @@ def extra_of(module: str) -> str | None:
     return next((name for name, extra in EXTRAS.items() if top in extra.modules), None)
 
 
-def missing(what: str, error: ImportError) -> ImportError:
+def missing(what: str, error: ImportError, *, extra: str | None = None) -> ImportError:
     """Return the error to raise for a failed import: MissingExtra if an extra would help, else the error itself.
+
+    `extra` names the extra to recommend, if several install the module.
 
     >>> str(missing("ps.to_torch", ModuleNotFoundError("No module named 'torch'", name="torch")))
     "ps.to_torch: needs torch; pip install 'penstock-rl[torch]'"
     """
-    extra = extra_of(error.name or "")
+    extra = extra or extra_of(error.name or "")
     if isinstance(error, MissingExtra) or extra is None:
         return error
-    return MissingExtra(f"{what}: needs {error.name}; {install(extra)}")
+    return MissingExtra(f"{what}: needs {error.name or error}; {install(extra)}")
 
 
 def require(what: str, *modules: str, extra: str | None = None) -> None:
@@ -104,6 +106,4 @@ def require(what: str, *modules: str, extra: str | None = None) -> None:
     for module in modules:
         # `sys.modules` first: `find_spec` searches the path each time.
         if sys.modules.get(module) is None and not _is_there(module):
-            if extra is not None:
-                raise MissingExtra(f"{what}: needs {module}; {install(extra)}")
-            raise missing(what, ModuleNotFoundError(name=module))
+            raise missing(what, ModuleNotFoundError(name=module), extra=extra)

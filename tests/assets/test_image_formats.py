@@ -150,6 +150,15 @@ def test_walking_a_hostile_container_is_bounded() -> None:
             probe(data)
 
 
+def test_scans_of_a_jpeg_are_bounded() -> None:
+    """Each scan decodes all pixels again: 188 kB of 5,000 scans kept a rank busy for minutes."""
+    plain = written("JPEG", (40, 30), progressive=True)
+    assert decode_rgb(plain).shape == (30, 40, 3)
+    last = plain.rindex(b"\xff\xda")
+    with pytest.raises(ImageRefused, match="the JPEG has 5010 scans, and must have 1 to 64"):
+        probe(plain[:-2] + plain[last:-2] * 5000 + b"\xff\xd9")
+
+
 # Pillow warns of odd metadata it skips; the pixels are what counts here.
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @settings(max_examples=300)

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.assets import QWEN2_5_VL, QWEN3_VL, FeatureRef, RawRef, feature_fingerprint, parse, processor_fingerprint
-from penstock.assets.references import parse_feature, parse_raw
 from penstock.errors import InvalidReference
 
 HEX = "0123456789abcdef"
@@ -98,14 +97,14 @@ def test_one_changed_character_is_refused_or_is_another_reference(at: int, chara
 
 def test_a_feature_reference_without_a_run_gets_the_readers_own() -> None:
     legacy = GOOD_FEATURE.replace(":demo", "")
-    assert parse_feature(legacy, default_run="mine") == FeatureRef(run="mine", fingerprint="0" * 32, hash="ab" * 32)
+    assert parse(legacy, default_run="mine") == FeatureRef(run="mine", fingerprint="0" * 32, hash="ab" * 32)
     with pytest.raises(InvalidReference) as caught:
-        parse_feature(legacy)
+        parse(legacy)
     assert caught.value.error_type == "invalid_mm_feature_ref"
 
 
 def test_a_reference_is_checked_when_it_is_made_too() -> None:
-    good = parse_raw(GOOD_RAW)
+    good = parse(GOOD_RAW)
     bad: dict[str, Any] = {"run": "..", "hash": "xyz", "grid": (1, 0, 2), "raw_image_id": "a/b"}
     for field, value in bad.items():
         with pytest.raises(InvalidReference):

@@ -202,6 +202,16 @@ def test_a_prompt_that_always_fails_is_dropped_after_its_attempts(plane: ps.Plan
     assert plane.demand()["prompts"]["dropped"] == {"rollout failed": 1}
 
 
+def test_a_failed_attempt_counts_although_its_worker_closes_at_once(open_plane: OpenPlane) -> None:
+    plane = open_plane(ranks=1, groups_per_step=2, listen=["tcp://127.0.0.1:*"])
+    for _ in range(2):
+        with ps.open(plane.url) as worker, pytest.raises(ZeroDivisionError):
+            for task in worker.tasks(["bad"], attempts=2):
+                with task.group():
+                    raise ZeroDivisionError
+    eventually(lambda: plane.demand()["prompts"]["dropped"] == {"rollout failed": 1})
+
+
 def test_what_filters_drop_is_dropped_or_made_again_as_configured(plane: ps.Plane) -> None:
     for again, tries in (((), 1), (("zero variance",), 4)):
         tried = 0

@@ -17,6 +17,7 @@ from penstock.errors import CorruptFile, InvalidInput
 from penstock.frames import decode
 from penstock.integrations.formats.file_formats import convert_files
 from penstock.integrations.formats.verl_tensors import from_verl
+from penstock.view.parquet import read_parquet
 
 torch = pytest.importorskip("torch")
 SLIME = {"tokens": [1, 2], "response_length": 1, "reward": 1.0, "group_index": 0, "index": 0}
@@ -211,3 +212,30 @@ def test_no_samples_become_a_frame_that_can_be_decoded(tmp_path: Path) -> None:
     frame = path.with_suffix(".penstock")
     assert len(decode(frame.read_bytes())) == 0
     assert convert_files([str(frame)], str(tmp_path / "again.jsonl")).samples == 0
+
+
+def test_a_parquet_file_that_unfolds_to_gigabytes_is_rejected_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal numbers cost nothing: 826 bytes of a file took 4 GB."""
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr("penstock.view.parquet.MAX_GROUP_BYTES", 1 << 20)
+    tokens = pa.ListArray.from_arrays(pa.array([0, 300_000], pa.int32()), pa.array(np.zeros(300_000, np.uint32)))
+    path = tmp_path / "bomb.parquet"
+    parquet.write_table(pa.table({"id": ["a"], "token_ids": tokens}), path)
+    assert path.stat().st_size < 2000
+    with pytest.raises(CorruptFile, match="row group 0 would unfold to 1,200,"):
+        convert(path)
+    with pytest.raises(CorruptFile, match="row group 0 would unfold to 1,200,"):
+        next(read_parquet(path))
+
+
+def test_a_safetensors_file_without_data_is_rejected_unread(tmp_path: Path) -> None:
+    path, size = tmp_path / "sparse.safetensors", 5 << 30
+    head = json.dumps({"prompts": {"dtype": "U8", "shape": [1, size], "data_offsets": [0, size]}}).encode()
+    with path.open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + size)
+    with pytest.raises(CorruptFile, match=f"the limit is {4 << 30}"):
+        convert(path)

@@ -134,6 +134,7 @@ def test_a_file_that_is_not_there_or_not_json_is_named(tmp_path: Path, capsys: p
     assert main(["rollouts", "annotate", str(tmp_path / "bad.jsonl"), "--run", str(tmp_path / "run")]) == 1
     assert "bad.jsonl:2: not JSON" in capsys.readouterr().err
     assert (tmp_path / "bad.jsonl").read_text() == "{}\nnot json\n"
+    assert not list(tmp_path.glob(".*"))  # half a file beside it would stay for good
 
 
 torch.set_num_threads(1)

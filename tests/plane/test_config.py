@@ -145,9 +145,10 @@ def test_relative_paths_start_at_the_file(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.toml: No such file"):
         read_settings(tmp_path / "absent.toml")
-    (tmp_path / "bad.toml").write_bytes(b"folder = \xff")
-    with pytest.raises(ConfigError, match=r"bad\.toml: not TOML"):
-        read_settings(tmp_path / "bad.toml")
+    for data in (b"folder = \xff", b"a = " + b"[" * 100_000, b"a = " + b"9" * 5000):
+        (tmp_path / "bad.toml").write_bytes(data)
+        with pytest.raises(ConfigError, match=r"bad\.toml: not TOML"):
+            read_settings(tmp_path / "bad.toml")
 
 
 def test_a_wrong_value_is_blamed_on_whoever_gave_it() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from penstock.frames import encode
@@ -31,6 +34,42 @@ def test_a_step_is_drawn_ahead_only_while_nothing_gets_too_stale(open_engine: Op
         engine.received(step)
         engine.commit(step, step)
     assert engine.ledger.dropped == {"stale": 2 * (5 - planned)}
+
+
+def staleness(engine: DirectEngine, step: int) -> int:
+    """The most versions that a group of a step is behind when it is trained."""
+    rows = engine.log.groups_of(engine.state.steps[step].groups)
+    return max(engine.policy_version - (row.policy_version or 0) for row in rows)
+
+
+@pytest.mark.parametrize("leap", [1, 2, 3])
+@pytest.mark.parametrize("bound", ["groups", "tokens"])
+def test_a_trainer_whose_commits_publish_several_versions_trains_nothing_too_stale(
+    open_engine: OpenEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture, bound: str, leap: int
+) -> None:
+    settings: dict[str, Any] = {"ranks": 1, "target": Target(groups=1), "snapshot_every": 1 if leap == 2 else 100}
+    settings |= {"replay": Replay(max_staleness=2)} if bound == "groups" else {"max_token_staleness": 2}
+    engine = open_engine(tmp_path, **settings)
+    found, ahead = [], 0
+    for step in range(1, 17):
+        for i in range(1 if step > 1 else 2):
+            put(engine, f"g{step}.{i}", engine.policy_version)
+        for _ in range(2):  # as a rank does that prefetches one step
+            if engine.last_step <= step:
+                engine.plan_step(engine.last_step + 1)
+        ahead += engine.last_step > step
+        engine.received(step)
+        oldest = engine.state.steps[step].oldest_version
+        found.append(staleness(engine, step) if bound == "groups" else engine.policy_version - oldest)
+        engine.commit(step, (step + 9) * leap)
+        if step == 8:  # what was published is remembered
+            engine.close()
+            engine.log.close()
+            engine = open_engine(tmp_path, **settings)
+    assert max(found[3:]) <= 2  # by then two commits have shown what they publish
+    assert ahead >= 14 if leap < 3 else ahead <= 3
+    said = [text.partition(" published")[0] for text in caplog.messages if "staler than the bound" in text]
+    assert said == ["the commit of step 1", *(["the commit of step 2"] if leap > 1 else [])]
 
 
 def test_without_a_bound_steps_are_drawn_ahead(open_engine: OpenEngine) -> None:

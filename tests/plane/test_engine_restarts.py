@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -165,3 +166,19 @@ def test_a_folder_whose_plane_ends_in_time_is_not_taken_from_it(tmp_path: Path) 
     assert not take_over(tmp_path, 60)
     timer.join()
     SqliteLog(tmp_path).close()
+
+
+def test_a_folder_that_is_waited_for_is_looked_at_several_times_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, naps = SqliteLog(tmp_path), list[float]()
+    sleep = time.sleep
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", nap)
+    assert take_over(tmp_path, 0.1)
+    assert naps and max(naps) <= 0.1
+    log.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from penstock.errors import InvalidInput
 from penstock.frames import encode
 from penstock.packing import Packing
 from penstock.plane.settings import PlaneSettings, Target
+from penstock.runs import RecordedRun, rerun
 from penstock.server.http_api import _accepted, _of_frame
 from penstock.server.prometheus import render
 from penstock.view import Export
@@ -162,3 +164,38 @@ def test_what_one_seq_len_cut_is_not_counted_again_by_the_next(
 def test_pack_without_a_plane_truncates_and_counts() -> None:
     step = ps.pack(group("g", 10, 100), ranks=1, seq_len=16)
     assert (step.accounting.truncated_samples, step.accounting.truncated_tokens) == (1, 84)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["held", "waiting"])
+def test_a_group_that_a_smaller_seq_len_leaves_empty_is_dropped_with_the_reason_of_a_put(
+    open_plane: OpenPlane, tmp_path: Path, caplog: pytest.LogCaptureFixture, late: bool
+) -> None:
+    settings: dict[str, Any] = {"ranks": 1, "groups_per_step": 1, "over_length": "drop", "retain": "all"}
+    if late:
+        settings |= {"needs": ("rewards",), "needs_deadline_s": 600.0}
+    plane = open_plane(tmp_path / "run", seq_len=128, **settings)
+    plane.put(group("empty", 100, 90))
+    plane.put(group("part", 10, 100))
+    plane.close()
+    caplog.set_level(logging.WARNING, "penstock")
+    for _ in range(2):
+        plane = open_plane(tmp_path / "run", seq_len=16, **settings)
+        ledger = plane.ledger
+        assert dict(ledger.dropped) == {"over_length": 2}
+        assert (ledger.held, ledger.waiting, ledger.quarantined) == ((0, 2, 0) if late else (2, 0, 0))
+        assert ledger.as_dict()["over_length"]["dropped_samples"] == 3
+        state = plane.has(["empty"])["empty"]
+        assert (state.state, state.reason) == ("dropped", "over_length")
+        dropped = [event for event in plane.feedback() if event.outcome == "dropped"]
+        assert [(event.group, event.reason, event.samples) for event in dropped] == [("empty", "over_length", 2)]
+        plane.close()
+    (said,) = [text for text in caplog.messages if "seq_len: now 16" in text]
+    assert said.endswith("3 samples of 290 tokens dropped; 1 group is left empty and dropped")
+    plane = open_plane(tmp_path / "run", seq_len=16, **settings)
+    if late:
+        plane.attach("rewards", {"part": {"part/0": 1.0, "part/1": 0.0}})
+        assert plane.attach("rewards", {"empty": {"empty/0": 1.0}}).late == 1
+    assert tokens_of_step(plane) == 10
+    plane.close()
+    found = rerun(RecordedRun.open(tmp_path / "run"), tmp_path / "again")
+    assert found.same and found.steps == 1, found

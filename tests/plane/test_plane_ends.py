@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from penstock.errors import Closed, Conflict, PenstockError, StepAborted, Storag
 from tests.plane.test_plane import close, put, sources, together
 from tests.plane.test_plane_failures import NonsenseClient
 from tests.support.groups import named_group
-from tests.support.pace import pace
+from tests.support.pace import eventually, pace
 from tests.support.planes import FAST, OpenPlane
 
 
@@ -136,6 +137,59 @@ def test_a_plane_lives_as_long_as_its_source(tmp_path: Path) -> None:
     del source
     gc.collect()
     ps.open(tmp_path, ranks=1, seq_len=64, groups_per_step=1).close()
+
+
+@pytest.mark.parametrize("cycle", [False, True], ids=["deleted", "in a cycle"])
+def test_a_source_that_is_never_closed_frees_the_folder_of_its_plane(tmp_path: Path, cycle: bool) -> None:
+    steps, before = list[ps.Step](), set(threading.enumerate())
+    gc.disable()  # so that only the next `open` collects
+    try:
+        for life in range(3):
+            plane = ps.open(tmp_path, ranks=1, seq_len=64, groups_per_step=1, timeouts=FAST)
+            plane.put(named_group(f"g{life}"))
+            source = plane.source(0)
+            for step in source.steps(timeout=30 * pace()):
+                source.commit(step)
+                steps.append(step)  # a step that is kept keeps neither
+                break
+            held: list[Any] = [source, plane]
+            if cycle:
+                held.append(held)
+            del plane, source, held
+    finally:
+        gc.enable()
+    assert [step.number for step in steps] == [1, 2, 3]
+    gc.collect()
+    eventually(lambda: not set(threading.enumerate()) - before)
+
+
+def test_a_source_that_is_dropped_leaves_its_session(tmp_path: Path) -> None:
+    with ps.open(tmp_path, ranks=1, seq_len=64, groups_per_step=1) as plane:  # peers may be silent for minutes
+        plane.put(named_group("a"))
+        before = set(threading.enumerate())
+        source = plane.source(0)
+        assert source.step(timeout=30 * pace()).number == 1
+        del source
+        gc.collect()
+        mine = {"penstock-source-0", "penstock-fill-0"}
+        eventually(lambda: mine.isdisjoint(thread.name for thread in {*threading.enumerate()} - before))
+        with plane.source(0) as again:
+            assert again.step(timeout=30 * pace()).number == 1
+
+
+def test_what_can_still_use_a_plane_keeps_it_open(tmp_path: Path) -> None:
+    """A task puts its group, and a loop over tasks leases more."""
+    settings: dict[str, Any] = {"ranks": 1, "seq_len": 64, "groups_per_step": 1, "timeouts": FAST}
+    tasks = iter(ps.open(tmp_path, **settings).tasks(["p", "q"]))
+    task = next(tasks)
+    gc.collect()
+    with task.group() as group:
+        group.add(ps.Trajectory(turns=[ps.Turn([1]), ps.Turn([2], logprobs=[-0.5])], reward=1.0))
+    assert next(tasks).prompt == {"p": "q", "q": "p"}[task.prompt]
+    with pytest.raises(Conflict, match="this process has it open already"):
+        ps.open(tmp_path, **settings)
+    del tasks, task, group
+    ps.open(tmp_path, **settings).close()
 
 
 def test_a_folder_open_in_this_process_says_what_to_do(tmp_path: Path) -> None:

@@ -155,6 +155,36 @@ def test_a_sample_named_like_a_sample_of_another_group_is_its_own_groups(open_en
     assert weights(engine) == {"a": 7.0, "c": 3.0, "b": 1.0}
 
 
+@pytest.mark.parametrize("named", ["b/0", "b"])
+def test_an_id_that_names_samples_of_two_groups_of_a_step_counts_for_both(
+    open_engine: OpenEngine, tmp_path: Path, named: str
+) -> None:
+    engine = open_engine(tmp_path, **SETTINGS)
+    crossed = [sample.replace(id=named if i == 0 else sample.id) for i, sample in enumerate(named_group("a"))]
+    assert engine.put("a", "a", encode(crossed)) is None
+    fill(engine, "b")
+    engine.plan_step(1)
+    engine.received(1)
+    engine.log.close()
+    engine = open_engine(tmp_path, **SETTINGS)  # the step remembers that its names clash
+    engine.report({"b/1": 3.0, named: 7.0, "a/1": 2.0, "b/9": 4.0}, {}, 1)
+    engine.commit(1, None)
+    assert weights(engine) == {"a": 7.0, "b": 7.0}
+
+
+def test_a_sample_named_like_a_group_of_another_step_is_its_own_groups(open_engine: OpenEngine) -> None:
+    engine = open_engine(**SETTINGS)
+    crossed = [sample.replace(id="b" if i == 0 else sample.id) for i, sample in enumerate(named_group("a"))]
+    assert engine.put("a", "a", encode(crossed)) is None
+    fill(engine, "c")
+    engine.plan_step(1)
+    engine.received(1)
+    fill(engine, "b")
+    engine.report({"b": 7.0}, {}, 1)
+    engine.commit(1, None)
+    assert weights(engine) == {"a": 7.0, "c": 1.0, "b": 1.0}
+
+
 def test_a_group_can_be_put_with_a_priority(open_plane: OpenPlane, tmp_path: Path) -> None:
     settings = {"ranks": 1, "groups_per_step": 1, **REPLAY}
     plane = open_plane(tmp_path / "run", **settings)

@@ -63,3 +63,30 @@ def test_the_same_prompts_under_another_name_are_a_list_of_their_own(run: TaskRu
     assert run._ask(AddPrompts(ticket=4, digest=OFFER.digest, chunk=0, **CHUNK._asdict())) is None
     assert run._ask(msgspec.structs.replace(OFFER, ticket=5, list="q")) == PromptsOffered(ticket=5)
     assert list(run.engine.state.tasks.lists) == ["p", "q"]
+
+
+def test_a_list_does_not_get_prompts_of_an_upload_that_gave_way_to_it(run: TaskRun) -> None:
+    """Sixteen lists are on their way, and all but the last are opening. The next one takes the place of the last."""
+
+    def say(message: Any) -> None:
+        run.service.on_message("peer", message, run.now)
+
+    def upload(name: str) -> OfferPrompts:
+        (chunk,) = chunk_prompts([(f"{name}/0", b""), (f"{name}/1", b"")])
+        offer = msgspec.structs.replace(OFFER, list=name, digest=list_digest((chunk.digest,)), chunks=(chunk.digest,))
+        say(offer)
+        say(AddPrompts(ticket=2, digest=offer.digest, chunk=0, **chunk._asdict()))
+        return offer
+
+    say(OFFER)
+    for number in range(14):
+        say(upload(f"opening {number}"))
+    upload("gives way")
+    say(upload("takes its place"))
+    for _ in range(20):
+        run.turn()
+    lists = run.engine.state.tasks.lists
+    assert len(lists) == 16 and "gives way" not in lists
+    for name, found in lists.items():
+        names = run.engine.log.prompt_names(found.opened.base, 2)
+        assert names == (["a", "b"] if name == "p" else [f"{name}/0", f"{name}/1"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ from penstock.replay import Fifo, Key, MinSize, Prioritized, Queue, Reason, Samp
 from tests.support.pace import pace
 
 PATIENCE = 60.0
+REASONS = {"sampled_out", "removed", "stale"}
 """Seconds after which a thread that should long be done counts as hung."""
 
 
@@ -94,10 +96,14 @@ def test_the_books_balance_under_concurrent_use_of_everything(sampler: Selector)
     )
     crew, stop, lock = Crew(), threading.Event(), threading.Lock()
     accepted, used = [0], Counter[int]()
+    deadline = time.monotonic() + PATIENCE
 
     def produce(name: int) -> None:
         rng = np.random.default_rng(name)
-        for number in range(500):
+        for number in itertools.count():
+            # On a busy machine 500 inserts may meet no consumer, or none of the removals.
+            if number >= 500 and (told.keys() >= REASONS or time.monotonic() > deadline):
+                return
             version = int(table.metrics()["buffer/policy_version"]) - int(rng.integers(0, 6))
             try:
                 handle = table.insert(
@@ -125,7 +131,8 @@ def test_the_books_balance_under_concurrent_use_of_everything(sampler: Selector)
 
     def disturb() -> None:
         version = 0
-        while not stop.is_set():
+        # Removing everything at once would keep consumers from taking any item twice, for half a minute at load 25.
+        while not stop.is_set() and not (accepted[0] > 300 and told.keys() >= {"removed", "stale"}):
             version += 1
             table.advance(version // 10)
             table.remove(table.keys()[:1])
@@ -139,7 +146,7 @@ def test_the_books_balance_under_concurrent_use_of_everything(sampler: Selector)
         crew.start(consume)
     crew.start(disturb)
     for thread in producers:
-        thread.join(PATIENCE)
+        thread.join(2 * PATIENCE)
     stop.set()
     table.close()
     crew.join()
@@ -152,7 +159,7 @@ def test_the_books_balance_under_concurrent_use_of_everything(sampler: Selector)
     assert counts["train/items"] == sum(used.values())
     assert max(used.values()) <= 2
     assert evicted["sampled_out"] == sum(uses == 2 for uses in used.values())
-    assert min(evicted[reason] for reason in ("sampled_out", "removed", "stale")) > 0  # or nothing was tested
+    assert told.keys() >= REASONS, "or nothing was tested"
 
 
 def test_close_releases_every_waiter_within_a_second() -> None:

@@ -78,13 +78,23 @@ def test_a_command_says_what_is_wrong(
     assert codes & {1, 2}  # an exception would have ended this test
 
 
-def test_settings_of_very_deep_names_are_rejected_unread(honest: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (".".join(["a"] * 1000) + " = 1", "999 dots in a line; at most 1048576 and 500 are read"),
+        ("a = " + "[" * 100_000, "the recorded settings cannot be read"),
+    ],
+    ids=["names", "lists"],
+)
+def test_settings_of_very_deep_names_are_rejected_unread(
+    honest: Path, tmp_path: Path, settings: str, message: str
+) -> None:
     folder = tmp_path / "run"
     shutil.copytree(honest, folder)
     with closing(sqlite3.connect(folder / "log.sqlite")) as log:
-        log.execute("UPDATE meta SET value = ? WHERE name LIKE 'settings %'", (".".join(["a"] * 1000) + " = 1",))
+        log.execute("UPDATE meta SET value = ? WHERE name LIKE 'settings %'", (settings,))
         log.commit()
-    with pytest.raises(CorruptFile, match="999 dots in a line; at most 1048576 and 500 are read"):
+    with pytest.raises(CorruptFile, match=message):
         RecordedRun.open(folder)
 
 
@@ -98,4 +108,4 @@ def test_a_decision_about_a_group_that_is_none_is_named(
         log.execute("INSERT INTO records VALUES (50, ?)", (msgspec.msgpack.encode(["quarantine", {99: "why"}]),))
         log.commit()
     assert main(["rerun", str(folder), "--diff"]) == 1
-    assert "no plane writes what its log holds: KeyError: 99" in capsys.readouterr().err
+    assert "its log holds values that no plane writes: KeyError: 99" in capsys.readouterr().err

@@ -229,7 +229,7 @@ def test_damage_is_told_from_a_frame_that_was_freed(tmp_path: Path) -> None:
 
 SIZES = "[target]\ngroups = 2\n[packing]\nseq_len = 64\n"
 ALTERED = [
-    ("groups", "state", 2**31, "has state 2147483648; from 0 to 7 are known"),
+    ("groups", "state", 2**31, "has state 2147483648; states 0 to 7 are known"),
     ("groups", "state", -1, "has state -1"),
     ("groups", "kinds", b"\xff" * 50, "kinds cannot be read"),
     ("groups", "kinds", 1, "kinds cannot be read"),

@@ -439,6 +439,8 @@ def test_a_worker_without_python_leases_renews_returns_and_completes_tasks(plane
         ("/v1/leases", {"list": "none"}),
         ("/v1/leases", {"count": 0, "list": "http"}),
         ("/v1/leases", {"count": "x"}),
+        ("/v1/leases", {"list": "http", "lease": 600}),
+        ("/v1/leases/return", {"leases": [], "why": "no answer"}),
         ("/v1/leases/renew", {"leases": list(range(2000))}),
         ("/v1/leases/return", {}),
     ):

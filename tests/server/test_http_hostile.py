@@ -135,6 +135,17 @@ def test_a_client_that_does_not_read_its_answer_is_dropped() -> None:
         assert total < 64 << 20
 
 
+def test_a_connection_that_does_not_wait_for_its_answers_gets_one() -> None:
+    with serving() as (pages, url), connect(url) as line:
+        line.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
+        answer = b""
+        with contextlib.suppress(OSError):  # a reset, if the server closed before it read the last bytes
+            while piece := line.recv(1 << 16):
+                answer += piece
+        assert answer.count(b"HTTP/1.1 200") == 1 and b"connection: close" in answer.lower()
+        assert ask(url, "/") == (200, b"ok") and pages.sent.is_set()
+
+
 def test_requests_that_are_answered_are_not_closed_for_others_and_a_full_server_says_so() -> None:
     with serving(connections=4, per_address=4) as (pages, url), contextlib.ExitStack() as stack:
         busy = [stack.enter_context(connect(url)) for _ in range(4)]

@@ -307,7 +307,7 @@ def test_a_missing_bucket_is_said_to_be_missing(s3_bucket: str) -> None:
     ],
 )
 def test_credentials_in_an_address_are_refused_and_not_repeated(text: str) -> None:
-    with pytest.raises(ConfigError, match="credentials and options do not belong into the address") as error:
+    with pytest.raises(ConfigError, match="credentials and options do not belong in the address") as error:
         parse_object_url(text)
     assert "secret" not in str(error.value)
 

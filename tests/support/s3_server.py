@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from io import BytesIO
+from typing import Any
 
 ACCESS_KEY, SECRET_KEY = "AKIATESTTESTTEST", "a-secret-that-nobody-may-see"
 
@@ -19,16 +22,38 @@ ACCESS_KEY, SECRET_KEY = "AKIATESTTESTTEST", "a-secret-that-nobody-may-see"
 @contextmanager
 def s3_server() -> Iterator[str]:
     """Its endpoint. Everything is in memory, and gone afterwards."""
-    from moto.server import ThreadedMotoServer
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+    from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else each request is printed
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
+    app = one_write_at_a_time(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=MotoRequestHandler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
     try:
-        yield f"http://{host}:{port}"
+        yield f"http://127.0.0.1:{server.port}"
     finally:
-        server.stop()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def one_write_at_a_time(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    """Make create-only writes atomic, as those of S3 are.
+
+    moto looks whether the object exists and then stores it, in a thread per request: of eight writers at once, two
+    sometimes win. The body is read before the lock is taken, because a client may send it slowly or not at all.
+    """
+    lock = threading.Lock()
+
+    def call(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] != "PUT" or "CONTENT_LENGTH" not in environ:
+            return app(environ, start_response)
+        environ["wsgi.input"] = BytesIO(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))
+        with lock:
+            return app(environ, start_response)
+
+    return call
 
 
 def s3_environment(endpoint: str) -> dict[str, str]:

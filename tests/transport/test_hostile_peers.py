@@ -151,6 +151,14 @@ def test_a_file_that_says_that_it_is_large_is_not_read_whole(tmp_path: Path) -> 
     assert not list((tmp_path / "plane").iterdir())
 
 
+def test_large_headers_are_not_all_read_in_one_turn(tmp_path: Path) -> None:
+    plane = FilePlane(tmp_path, max_message=MIB)
+    client = FileClient(tmp_path)
+    for _ in range(4):
+        client.send(bytes(MIB // 2))
+    assert [len(plane.receive()) for _ in range(3)] == [2, 2, 0]
+
+
 def test_links_and_folders_under_a_messages_name_are_put_aside_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,31 +189,44 @@ def test_answers_are_not_written_through_a_link(tmp_path: Path) -> None:
 
 
 _FLOODED = """
-import socket, struct, time
-from penstock.transport.sockets import SocketPlane
+import socket, struct, sys, threading, time
+from penstock.transport.sockets import SocketClient, SocketPlane
 
-plane = SocketPlane()
-host, port = plane.url.removeprefix("tcp://").rsplit(":", 1)
+kind = sys.argv[1]
 greeting = b"\\xff" + bytes(8) + b"\\x7f\\x03\\x00" + b"NULL".ljust(20, b"\\0") + bytes(32)
-ready = b"\\x05READY" + b"\\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
-with socket.create_connection((host, int(port))) as line:
+ready = b"\\x05READY" + b"\\x0bSocket-Type" + (6).to_bytes(4, "big") + kind.encode()
+
+def flood(line):
     line.sendall(greeting + b"\\x04" + bytes([len(ready)]) + ready)
     line.settimeout(10)
     answer = b""
     while b"READY" not in answer:
         answer += line.recv(1000)
     line.sendall(b"\\x00\\x01x" * 5000)
-    time.sleep(0.5)  # lets ZeroMQ fill its queue: the plane takes nothing meanwhile
+    time.sleep(0.5)  # lets ZeroMQ fill its queue: nothing is taken meanwhile
     line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
-time.sleep(6)  # longer than the interval of ZeroMQ's heartbeats
-while plane.receive():
+    line.close()
+
+if kind == "DEALER":
+    end = SocketPlane()
+    host, port = end.url.removeprefix("tcp://").rsplit(":", 1)
+    flood(socket.create_connection((host, int(port))))
+else:
+    listener = socket.create_server(("127.0.0.1", 0))
+    end = SocketClient("tcp://127.0.0.1:%d" % listener.getsockname()[1])
+    for _ in range(2):
+        threading.Thread(target=flood, args=(listener.accept()[0],), daemon=True).start()
+time.sleep(6.5)  # longer than the interval of ZeroMQ's heartbeats
+while end.receive() if kind == "DEALER" else end.receive(0.1):
     pass
 print("alive")
 """
 
 
-def test_a_peer_that_floods_and_is_gone_does_not_end_the_process() -> None:
-    done = subprocess.run([sys.executable, "-c", _FLOODED], capture_output=True, text=True, timeout=120, check=False)
+@pytest.mark.parametrize("kind", ["DEALER", "ROUTER"], ids=["client", "plane"])
+def test_a_peer_that_floods_and_is_gone_does_not_end_the_process(kind: str) -> None:
+    command = [sys.executable, "-c", _FLOODED, kind]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.stdout, done.returncode) == ("alive\n", 0), done.stderr
 
 

@@ -297,3 +297,22 @@ def test_a_file_in_allowed_that_is_no_key_is_named(folder: Path, text: str) -> N
     (folder / "allowed" / "bad.key").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"allowed/bad\.key: not a CURVE key"):
         PlaneKeys.load(folder)
+
+
+@pytest.mark.parametrize("name", ["plane.key", "plane.secret", "allowed/other.key"])
+def test_a_pipe_or_an_endless_file_in_a_key_folder_is_named(tmp_path: Path, name: str) -> None:
+    make_keys(tmp_path)
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path, 0o600)
+    with pytest.raises(ConfigError, match="no regular file"):
+        PlaneKeys.load(tmp_path)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="no regular file"):
+        PlaneKeys.load(tmp_path)
+    path.unlink()
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigError, match="larger than 4,096 bytes"):
+        PlaneKeys.load(tmp_path)

@@ -100,14 +100,14 @@ def test_later_changes_to_the_tensors_do_not_reach_the_export(tmp_path: Path) ->
 
 
 def test_the_summary_of_markers_equals_the_summary_of_records(tmp_path: Path) -> None:
-    from penstock.view.tallies import Tally, tally
+    from penstock.view.tallies import NOTHING, tally
 
     make_export(tmp_path, steps=1, ranks=2, groups=5, size=2)
     step = Export(tmp_path).step(1)
-    merged = Tally()
+    merged = NOTHING
     for done in step.done().values():
         assert done.summary is not None
-        merged.merge(done.summary)
+        merged = merged.plus(done.summary)
     exact, read = merged.as_dict(), tally(step.records()).as_dict()
     for name in ("records", "tokens", "loss_tokens", "masked", "compared_tokens"):
         assert exact[name] == read[name]

@@ -20,6 +20,12 @@ pytestmark = pytest.mark.process
 PAGES = {"samples": "#counts table", "step": "#step-counts table", "run": ".chart", "groups": "#groups"}
 
 
+CUT = """() => [...document.querySelectorAll(".bar-top > p, #top nav a")]
+  .filter((e) => e.scrollHeight > e.clientHeight + 1 || e.getBoundingClientRect().right > innerWidth)
+  .map((e) => e.textContent)"""
+"""Texts of the header of which a reader sees a part."""
+
+
 def drawn(page: Any) -> None:
     """Wait until the page was drawn in its new size. A row drawn again under the pointer misses its click."""
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")
@@ -28,9 +34,11 @@ def drawn(page: Any) -> None:
 @pytest.mark.parametrize("name", PAGES)
 def test_pages_fit_a_narrow_screen(at: Any, name: str) -> None:
     page = at(f"{name}/runs/alpha/3", PAGES[name])
-    page.set_viewport_size({"width": 700, "height": 900})
-    drawn(page)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 700
+    for width in (420, 700):  # a phone, half a screen
+        page.set_viewport_size({"width": width, "height": 900})
+        drawn(page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(CUT) == []
     if name != "samples":
         return
     panel = page.locator("#token table").bounding_box()

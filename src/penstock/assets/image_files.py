@@ -108,6 +108,8 @@ class Header:
 
 
 _MAX_BLOCKS = 100_000  # chunks or segments in one file; a 32 MiB PNG in 8 KiB chunks has 4,096
+_MAX_SCANS = 64
+"""In one JPEG. Encoders write about ten. Each is as much work as all pixels: 5,000 scans of 40 bytes took minutes."""
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -182,8 +184,8 @@ def read_jpeg(data: bytes) -> Header:
         elif marker == 0xE1 and data[start : start + 6] == b"Exif\0\0":
             orientation = read_orientation(data[start + 6 : start + length])
         scans += marker == 0xDA
-    if not scans:
-        raise Malformed("the JPEG has no scan")
+    if not 0 < scans <= _MAX_SCANS:
+        raise Malformed(f"the JPEG has {scans} scans, and must have 1 to {_MAX_SCANS}")
     return Header(media_type="image/jpeg", width=width, height=height, orientation=orientation)
 
 

@@ -11,9 +11,16 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+try:
+    import obstore
+    from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
+except ImportError as error:
+    from penstock.extras import missing
+
+    raise missing("ObjectStore", error) from None
+
 from penstock.assets.blobs import BlobInfo, check_name
 from penstock.errors import ConfigError, CorruptAsset, MissingAsset, StorageError
-from penstock.extras import require
 
 T = TypeVar("T")
 
@@ -28,7 +35,6 @@ class ObjectStore:
     """
 
     def __init__(self, store: Any, *, url: str, touch_after_s: float = 300.0) -> None:
-        require("ObjectStore", "obstore")
         if "://" not in url or url.endswith("/"):
             raise ConfigError(
                 f"url {url!r}: give where the blobs are, as s3://bucket/prefix without a slash at the end"
@@ -41,8 +47,6 @@ class ObjectStore:
         return f"ObjectStore({self._url!r})"
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        import obstore
-
         check_name(name)
         try:
             _call(name, lambda: obstore.put(self._store, name, data, mode="create"))
@@ -51,8 +55,6 @@ class ObjectStore:
         return True
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
-        import obstore
-
         check_name(name)
         answer = _call(name, lambda: obstore.get(self._store, name))
         size = int(answer.meta["size"])
@@ -61,8 +63,6 @@ class ObjectStore:
         return bytes(_call(name, answer.bytes))
 
     def part(self, name: str, *, start: int, size: int) -> bytes:
-        import obstore
-
         check_name(name)
         try:
             return bytes(_call(name, lambda: obstore.get_range(self._store, name, start=start, end=start + size)))
@@ -73,8 +73,6 @@ class ObjectStore:
             return b""
 
     def head(self, name: str) -> BlobInfo | None:
-        import obstore
-
         check_name(name)
         try:
             return _info(_call(name, lambda: obstore.head(self._store, name)))
@@ -82,8 +80,6 @@ class ObjectStore:
             return None
 
     def list(self, prefix: str) -> Iterator[BlobInfo]:
-        import obstore
-
         if prefix:
             check_name(prefix)
         pages = iter(obstore.list(self._store, prefix or None))
@@ -91,8 +87,6 @@ class ObjectStore:
             yield from map(_info, page)
 
     def touch(self, name: str) -> bool:
-        import obstore
-
         info = self.head(name)
         if info is not None and time.time() - info.modified > self._touch_after_s:
             data = self.get(name, max_bytes=info.size)
@@ -100,8 +94,6 @@ class ObjectStore:
         return info is not None
 
     def move(self, name: str, to: str) -> bool:
-        import obstore
-
         check_name(name)
         check_name(to)
         try:
@@ -112,8 +104,6 @@ class ObjectStore:
         return True
 
     def delete(self, name: str) -> bool:
-        import obstore
-
         present = self.head(name) is not None
         if present:  # S3 answers a delete of nothing with success
             _call(name, lambda: obstore.delete(self._store, name))
@@ -129,8 +119,6 @@ def _info(meta: Any) -> BlobInfo:
 
 def _call(name: str, act: Callable[[], T]) -> T:
     """Translate obstore's errors to ours."""
-    from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
-
     try:
         return act()
     except AlreadyExistsError:

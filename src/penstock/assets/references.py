@@ -17,7 +17,8 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 from penstock.assets.layouts import Grid, Layout
 from penstock.assets.store import SAFE_ID
@@ -29,21 +30,47 @@ _PARTS = {
     "modality": SAFE_ID,
     "hash": re.compile(r"[a-f0-9]{16,128}"),
     "raw_image_id": SAFE_ID,
+    "grid": re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})x([1-9][0-9]{0,5})"),
 }
-_GRID = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})x([1-9][0-9]{0,5})")
+"""The grammar of each part."""
 MAX_REFERENCE = 1024
 """Characters; the longest valid reference is shorter."""
 
 
+class _Reference:
+    """A reference. Its fields are its parts, in the order of the text."""
+
+    __slots__ = ()
+    scheme: ClassVar[str]
+    error_type: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for name, text in self._texts().items():
+            if not isinstance(text, str) or not _PARTS[name].fullmatch(text):
+                raise InvalidReference(
+                    f"reference {name} {str(text)[:80]!r}: must match {_PARTS[name].pattern}",
+                    error_type=self.error_type,
+                )
+
+    def __str__(self) -> str:
+        return ":".join((self.scheme, "v1", *self._texts().values()))
+
+    def _texts(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in _names(type(self))}
+        return {name: "x".join(map(str, value)) if name == "grid" else value for name, value in values.items()}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RawRef:
+class RawRef(_Reference):
     """A source image and the grid its consumer must find.
 
     >>> text = "mmraw:v1:demo:" + "0" * 32 + ":image:" + "ab" * 32 + ":" + "ab" * 32 + ".png:1x44x80"
-    >>> str(parse_raw(text)) == text, parse_raw(text).grid
+    >>> str(parse(text)) == text, parse(text).grid
     (True, (1, 44, 80))
     """
 
+    scheme = "mmraw"
+    error_type = "invalid_mm_raw_ref"
     run: str
     fingerprint: str
     """Of the processor layout (`processor_fingerprint`)."""
@@ -54,93 +81,51 @@ class RawRef:
     """The hash with the file's extension."""
     grid: Grid
 
-    def __post_init__(self) -> None:
-        _check(self, ("run", "fingerprint", "modality", "hash", "raw_image_id"), "invalid_mm_raw_ref")
-        if not _GRID.fullmatch(_grid_text(self.grid)):
-            raise InvalidReference(f"mmraw grid {self.grid!r:.80}: must be three numbers from 1 to 999999")
-
-    def __str__(self) -> str:
-        parts = ("mmraw", "v1", self.run, self.fingerprint, self.modality, self.hash, self.raw_image_id)
-        return ":".join((*parts, _grid_text(self.grid)))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FeatureRef:
+class FeatureRef(_Reference):
     """Processed features of one image under one fingerprint.
 
-    >>> str(parse_feature("mmfile:v1:demo:" + "0" * 32 + ":image:" + "ab" * 32)).count(":")
+    >>> str(parse("mmfile:v1:demo:" + "0" * 32 + ":image:" + "ab" * 32)).count(":")
     5
     """
 
+    scheme = "mmfile"
+    error_type = "invalid_mm_feature_ref"
     run: str
     fingerprint: str
     """Of the software that computed the features (`feature_fingerprint`)."""
     modality: str = "image"
     hash: str
 
-    def __post_init__(self) -> None:
-        _check(self, ("run", "fingerprint", "modality", "hash"), "invalid_mm_feature_ref")
-
-    def __str__(self) -> str:
-        return ":".join(("mmfile", "v1", self.run, self.fingerprint, self.modality, self.hash))
-
-
-def parse_raw(text: object) -> RawRef:
-    """Parse an `mmraw` reference. Raises `InvalidReference` if it breaks the grammar."""
-    parts = _split(text, "mmraw", (8,), "invalid_mm_raw_ref")
-    grid = _GRID.fullmatch(parts[5])
-    if grid is None:
-        raise InvalidReference(f"mmraw grid {parts[5][:40]!r}: must be <t>x<h>x<w> without leading zeros")
-    return RawRef(
-        run=parts[0],
-        fingerprint=parts[1],
-        modality=parts[2],
-        hash=parts[3],
-        raw_image_id=parts[4],
-        grid=(int(grid[1]), int(grid[2]), int(grid[3])),
-    )
-
-
-def parse_feature(text: object, *, default_run: str | None = None) -> FeatureRef:
-    """Parse an `mmfile` reference. One without a run gets `default_run`."""
-    parts = _split(text, "mmfile", (6,) if default_run is None else (5, 6), "invalid_mm_feature_ref")
-    if len(parts) == 3:
-        assert default_run is not None
-        parts.insert(0, default_run)
-    return FeatureRef(run=parts[0], fingerprint=parts[1], modality=parts[2], hash=parts[3])
-
 
 def parse(text: object, *, default_run: str | None = None) -> RawRef | FeatureRef:
-    """Parse either kind of reference, by its scheme."""
-    if isinstance(text, str) and text.startswith("mmfile:"):
-        return parse_feature(text, default_run=default_run)
-    return parse_raw(text)
-
-
-def _split(text: object, scheme: str, arities: tuple[int, ...], error_type: str) -> list[str]:
-    """Return the parts after scheme and version."""
+    """Parse a reference. An `mmfile` without a run gets `default_run`. Raises `InvalidReference` for what breaks the
+    grammar."""
+    kind = FeatureRef if isinstance(text, str) and text.startswith("mmfile:") else RawRef
     if not isinstance(text, str) or len(text) > MAX_REFERENCE:
-        raise InvalidReference(f"{scheme} reference: not a string of at most {MAX_REFERENCE}", error_type=error_type)
-    parts = text.split(":")
-    if parts[:2] != [scheme, "v1"] or len(parts) not in arities:
         raise InvalidReference(
-            f"reference {text[:60]!r}: {len(parts)} parts; must be {scheme}:v1 with {max(arities)} in all",
-            error_type=error_type,
+            f"{kind.scheme} reference: not a string of at most {MAX_REFERENCE}", error_type=kind.error_type
         )
-    return parts[2:]
+    names, parts = _names(kind), text.split(":")
+    if kind is FeatureRef and default_run is not None and len(parts) == len(names) + 1:
+        parts.insert(2, default_run)
+    if parts[:2] != [kind.scheme, "v1"] or len(parts) != len(names) + 2:
+        raise InvalidReference(
+            f"reference {text[:60]!r}: {len(parts)} parts; must be {kind.scheme}:v1 with {len(names) + 2} in all",
+            error_type=kind.error_type,
+        )
+    values: dict[str, Any] = dict(zip(names, parts[2:], strict=True))
+    grid = _PARTS["grid"].fullmatch(values.get("grid", "1x1x1"))
+    if grid is None:
+        raise InvalidReference(f"mmraw grid {values['grid'][:40]!r}: must be <t>x<h>x<w> without leading zeros")
+    if "grid" in values:
+        values["grid"] = tuple(map(int, grid.groups()))
+    return kind(**values)
 
 
-def _check(ref: RawRef | FeatureRef, names: tuple[str, ...], error_type: str) -> None:
-    for name in names:
-        value = getattr(ref, name)
-        if not isinstance(value, str) or not _PARTS[name].fullmatch(value):
-            raise InvalidReference(
-                f"reference {name} {str(value)[:80]!r}: must match {_PARTS[name].pattern}", error_type=error_type
-            )
-
-
-def _grid_text(grid: Grid) -> str:
-    return "x".join(str(int(n)) for n in grid)
+def _names(kind: type[Any]) -> list[str]:
+    return [field.name for field in fields(kind)]
 
 
 FEATURE_KIND = "penstock.patches"

@@ -1,4 +1,4 @@
-"""What a program uses: `open` and `connect`, a `Plane` for producers and a `Source` for each rank."""
+"""The API for programs: `open` and `connect`, a `Plane` for producers and a `Source` for each rank."""
 
 from penstock.lazy import exports_of
 

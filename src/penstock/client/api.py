@@ -85,7 +85,7 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
 
 
 def _check_place(where: object) -> None:
-    """Reject what is no path: a variable that is not set must not become a folder called None, or memory."""
+    """Reject anything but a path: an unset variable must not open a folder called None, or a plane in memory."""
     if not isinstance(where, (str, os.PathLike)) or where == "":
         raise ConfigError(f"open: {where!r}; give a folder, 'memory:', or an address such as tcp://HOST:PORT")
 
@@ -108,7 +108,7 @@ def _plane_settings() -> type[Any]:
     return PlaneSettings
 
 
-# The settings of a Ray plane are the most there are, but a reader of `help` wants the defaults of a plane in a folder.
+# A Ray plane has all settings there are. Their defaults are shown as those of a plane in a folder, the usual case.
 _signature = LateSignature(open, _cluster_settings, _plane_settings)
 open.__signature__ = _signature  # type: ignore[attr-defined]
 
@@ -160,7 +160,7 @@ def connect(
     from penstock.client.source import Source
     from penstock.client.source_settings import SourceSettings
 
-    is_ray, transport = url.startswith(_RAY), client_transport(url, keys)
+    handle = Handle.of(_checked_url(url), run, keys, timeouts)
     settings = SourceSettings(
         rank=rank,
         world=world,
@@ -169,9 +169,15 @@ def connect(
         resume_step=resume_step,
         prefetch=prefetch,
         run=run,
-        timeouts=timeouts or (_cluster_timeouts() if is_ray else Timeouts()),
+        timeouts=timeouts or (_cluster_timeouts() if url.startswith(_RAY) else Timeouts()),
     )
-    return Source(transport, settings, handle=Handle.of(url, run, keys, timeouts))
+    return Source(client_transport(url, keys), settings, handle=handle)  # last: a transport must be closed
+
+
+def _checked_url(url: object) -> str:
+    if not isinstance(url, str):
+        raise ConfigError(f"connect: {url!r:.80}; give the address of a plane as text, such as 'tcp://HOST:PORT'")
+    return url
 
 
 def client_transport(url: str, keys: str | Path | None = None) -> ClientTransport:

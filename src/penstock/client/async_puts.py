@@ -1,8 +1,8 @@
 """Limits on puts from asyncio: how many run at once, and how many threads encode.
 
-A thousand tasks may put at the same time. Of each tenant 64 are encoded and sent, and the others wait with their
-samples as they are, so that the memory for frames does not grow with the number of tasks. Two threads encode, however
-many tasks there are, so that the event loop stays responsive.
+A thousand tasks may put at the same time. At most 64 per tenant are encoded and sent. The others wait before they are
+encoded, so memory for frames does not grow with the number of tasks. Only two threads encode, so that the event loop
+stays responsive.
 """
 
 from __future__ import annotations

@@ -40,23 +40,23 @@ LateValue: TypeAlias = float | Values | Mapping[str, Values]
 _MAX_METADATA = 4 << 20
 """Bytes of metadata in one message. Beyond this the values are sent."""
 _REPEATED = ("Sealed", "Unseen", "Outdated")
-"""The plane takes no frame from here, or not this one."""
+"""Rejections after which the values are sent to the plane: it takes no frames from here, or not these."""
 
 
 class AttachResult(NamedTuple):
-    """What became of attached values, in samples."""
+    """The result of an attach, in samples."""
 
     new: int
     """Attached by this call."""
     known: int
-    """Had the same value already: somebody was faster."""
+    """Had the same value already: another worker was faster, or this call is a repeat."""
     late: int
     """Of groups that were dropped, or trained without the value. Not used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """What a worker that sees the storage knows of the groups it leased."""
+    """The storage and the picks of leased groups, for a worker that sees the storage."""
 
     storage: KeptStorage
     direct: Direct
@@ -176,8 +176,8 @@ def _written(leased: Leased, writer: DirectWriter, values: LateValuesFrame) -> t
 
 
 def _merged(leased: Leased, values: LateValuesFrame, group: str) -> FramePieces:
-    """Read a group's frame and give its samples their values. The samples that get none are compared by the plane, by
-    their digests. Those that get some were compared when they were leased, and are again."""
+    """Read a group's frame and give its samples their values. Checks the digests of samples that get values; the plane
+    checks those of the others."""
     pick = leased.picks[group]
     samples = decode(leased.storage.read(pick.location)[0], limits=ANY_SIZE)
     if sample_digests(samples.take(pick.rows)) != list(pick.digests):

@@ -37,7 +37,7 @@ _AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """What a scoring worker asks for."""
+    """The request of a scoring worker."""
 
     column: str
     groups: int
@@ -58,12 +58,12 @@ class ColumnLease:
         samples: Sequence[Sample],
         seen: Leased | None = None,
     ) -> None:
-        """`seen`: what a worker that sees the storage knows of these groups."""
+        """`seen`: the storage and the picks, if this worker sees the storage."""
         self.column = asked.column
         self.samples = list(samples)
         """The samples that lack the column: `id`, `group`, `prompt`, `env`, `token_ids`, `loss_mask`, `rollout`."""
         self.cancelled: dict[str, str] = {}
-        """Groups whose values are no longer wanted, and why: somebody was faster, or the group was dropped."""
+        """Groups whose values are no longer wanted, and why: another worker was faster, or the group was dropped."""
         self._connection, self._asked, self._seen = connection, asked, seen
         self._numbers = dict(zip(self.groups, leased.leases, strict=True))
         """Group -> its lease."""

@@ -108,8 +108,8 @@ class Inbox:
         self._lock = threading.Lock()
         self._answers: list[tuple[int, Answer]] = []
         self._error: BaseException | None = None
-        # Locked while there is nothing to take. One conversation waits, so this does what a condition would do, which
-        # makes a lock for each wait and takes its own once more before it returns.
+        # Locked while there is nothing to take. Only one conversation waits, so a lock is enough. A condition would
+        # make another lock for each wait, and take its own again before it returns.
         self._nothing = threading.Lock()
         self._nothing.acquire()
         self._is_released = False

@@ -1,4 +1,4 @@
-"""Puts encoded groups: directly to storage or as bytes through the plane, one group or many, and repeats what must be.
+"""Puts encoded groups, one or many, directly to storage or through the plane. Repeats puts that must be written again.
 
 Groups of one delivery share a round trip, a write with one sync and a transaction of the log. Each keeps its own place
 in the plane's queue for room and its own answer.
@@ -36,7 +36,7 @@ from penstock.protocol import Accepted, PutRequest, Rejected, seconds_of
 
 G = TypeVar("G")
 Outcome: TypeAlias = Accepted | PenstockError | Lost
-"""What became of a group. `Lost`: no answer, so it may be accepted."""
+"""The result of a put. `Lost`: no answer, so it may be accepted."""
 _WINDOW_BYTES = 128 << 20
 """Bytes of the frames of `put_many` that are encoded and unanswered, if one frame alone is not larger."""
 

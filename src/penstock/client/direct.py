@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.atomic import folder_errors
 from penstock.errors import PenstockError
 from penstock.protocol import Answer, Attached, Rejected
 
@@ -75,7 +76,8 @@ def _opened(address: str, **patience: float) -> KeptStorage | None:
         from penstock.storage import ObjectStorage  # imports asyncio
 
         return ObjectStorage(address, **patience)
-    return FolderStorage(address, create=False) if Path(address).is_dir() else None
+    with folder_errors(address):  # a plane may name what no folder can be called
+        return FolderStorage(address, create=False) if Path(address).is_dir() else None
 
 
 @dataclass(slots=True, eq=False)

@@ -6,13 +6,15 @@ import gc
 import logging
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from penstock.atomic import folder_errors
 from penstock.client.api import REMOTE, unknown_address
+from penstock.client.collected import await_closing
 from penstock.client.handles import Handle, usable_url
-from penstock.client.plane import Plane, await_closing
+from penstock.client.plane import Plane
 from penstock.config import build, keywords_of, nested
 from penstock.errors import ConfigError, Conflict, PenstockError
 from penstock.log import Log
@@ -53,17 +55,17 @@ def open_settings(where: str, settings: PlaneSettings) -> Plane:
     """Open a plane from a settings record."""
     memory = MemoryPlane()
     log = _open_log(where, settings)
-    try:
-        others = [
-            plane_transport(url, settings.keys, max_message=settings.max_message_bytes) for url in settings.listen
-        ]
+    with ExitStack() as opened:
+        opened.callback(log.close)
+        others = list[PlaneTransport]()
+        for url in settings.listen:
+            others.append(plane_transport(url, settings.keys, max_message=settings.max_message_bytes))
+            opened.callback(others[-1].close)
         with folder_errors(where or log.where):
             server = PlaneLoop(settings, log, [memory, *others])
         memory.last_words = server.last_words
         note_listening(log, [usable_url(transport.url) for transport in others])
-    except BaseException:
-        log.close()
-        raise
+        opened.pop_all()  # from here on the plane's loop closes log and transports
     thread = threading.Thread(target=_run, args=(server,), name="penstock-plane", daemon=True)
     thread.start()
     url = usable_url(others[0].url) if others else where or log.where
@@ -83,8 +85,8 @@ def _open_log(where: str, settings: PlaneSettings) -> Log:
     try:
         return open_log(run_folder(where, settings), settings)
     except Conflict:
-        # A plane that nothing refers to any more may be part of a cycle, such as that of an exception and the frames
-        # it passed through, and Python collects cycles late.
+        # A plane that is no longer used may be part of a cycle, such as an exception and the frames that it passed
+        # through. Python collects cycles late.
         gc.collect()
         await_closing()
         return open_log(run_folder(where, settings), settings)

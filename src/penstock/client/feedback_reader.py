@@ -16,7 +16,7 @@ from penstock.protocol import MAX_PAGE, MAX_SHOWN, AskFeedback, Discard, Feedbac
 
 T = TypeVar("T")
 _WAIT_S = 5.0
-"""How long a question waits at the plane for an event, at most. Then it is asked again, which shows that both live."""
+"""Seconds that a request waits at the plane for an event. Then it is repeated: that shows that both sides are alive."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ def ask_page(connection: ProducerConnection, after: str, most: int, wait_s: floa
     """Ask for up to `most` events after a cursor. Waits up to `wait_s` for the first."""
     if not isinstance(after, str):
         raise InvalidInput(f"after: {after!r:.60}; give the `cursor` of an event, or nothing to begin at the start")
-    # A plane that lets a question wait must not look like one that is gone.
+    # While the plane holds the request back, it must not look lost.
     wait_s = min(wait_s, connection.session.timeouts.plane_s / 4)
     answer = yield from connection.ask(lambda ticket: AskFeedback(ticket=ticket, after=after, most=most, wait_s=wait_s))
     if isinstance(answer, Rejected):
@@ -70,7 +70,7 @@ def discard_message(
     rewards: Iterable[float | None],
     lengths: Iterable[int],
 ) -> Discard:
-    """Return the message that counts filtered samples. Its ticket is to be set."""
+    """Return the message that counts filtered samples. The caller sets its ticket."""
     scored = _shown("rewards", rewards, lambda one: None if one is None or one != one else float(one))
     return Discard(
         ticket=0,

@@ -65,7 +65,7 @@ def feed(
 
 
 def _encoded(row: GroupRow, frame: bytes, awaited: Mapping[str, Awaited]) -> EncodedGroup:
-    """Return a group to put. One that still waits for columns waits for them there too."""
+    """Return a group to put. If it still waits for columns, it will wait for them in the new plane too."""
     made = EncodedGroup.of_frame(row.id, frame, evaluation=row.is_evaluation)
     if row.state is not State.WAITING:
         return made

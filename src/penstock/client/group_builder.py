@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from penstock.arrays import NO_COLUMNS
+from penstock.arrays import NO_COLUMNS, check_priority, check_version
 from penstock.capture import Trajectory
 from penstock.client.encoded_group import check_evaluation
-from penstock.convert import Advantage, Filter, Group, make_group, unique_id
+from penstock.convert import Advantage, Filter, Group, advantage_of, make_group, split_filters, unique_id
 from penstock.errors import InvalidInput
 from penstock.notebook import html_table
 from penstock.protocol import seconds_of
@@ -37,12 +38,18 @@ class CollectedRollouts:
     evaluation: bool
     priority: float = 1.0
     rollouts: list[Trajectory] = field(default_factory=list)
+    is_put: bool = False
 
     def add(self, trajectory: Trajectory) -> None:
         if not isinstance(trajectory, Trajectory):
             raise InvalidInput(
                 f"group of {self.prompt!r}: add({type(trajectory).__name__}); add a Trajectory, or put samples with "
                 "plane.put([sample, ...])"
+            )
+        if self.is_put:
+            raise InvalidInput(
+                f"group of {self.prompt!r}: add() after the group was put; this rollout is in no group: add it, and "
+                "await the tasks that add, before the `with` block ends"
             )
         self.rollouts.append(trajectory)
 
@@ -53,6 +60,16 @@ class CollectedRollouts:
     def _repr_html_(self) -> str:
         rows = [(r.num_tokens, r.num_output_tokens, r.reward, r.env) for r in self.rollouts]
         return html_table(self, rows, ("tokens", "sampled", "reward", "env"))
+
+    @contextmanager
+    def putting(self) -> Iterator[None]:
+        """Take no further rollouts, unless the put fails: it may be tried again."""
+        self.is_put = True
+        try:
+            yield
+        except BaseException:
+            self.is_put = False
+            raise
 
     def make(self) -> Group:
         """Return the group without putting it."""
@@ -86,7 +103,7 @@ class CollectedRollouts:
         return reason, count, {"key": f"{self.id}: {reason}", **about, **numbers}
 
     def has_failed(self, group: Group) -> bool:
-        """Return whether every remaining rollout ended with an error, so that nothing could be trained."""
+        """Return whether every remaining rollout ended with an error. Then nothing could be trained."""
         return not self.evaluation and len(group) > 0 and bool(group.rollouts.errored[group.origins].all())
 
 
@@ -104,11 +121,12 @@ class GroupBuilder(CollectedRollouts):
 
     def put(self) -> Group:
         """Make the group and put it. The plane counts what filters dropped."""
-        group = self.make()
-        for reason, count, about in self.discards(group):
-            self.plane.discard(reason, count, **about)
-        if len(group) and not self.has_failed(group):
-            self.plane.put(group, evaluation=self.evaluation, priority=self.priority, timeout=self.timeout)
+        with self.putting():
+            group = self.make()
+            for reason, count, about in self.discards(group):
+                self.plane.discard(reason, count, **about)
+            if len(group) and not self.has_failed(group):
+                self.plane.put(group, evaluation=self.evaluation, priority=self.priority, timeout=self.timeout)
         return group
 
 
@@ -126,11 +144,12 @@ class AsyncGroupBuilder(CollectedRollouts):
 
     async def put(self) -> Group:
         """Make the group and put it. The plane counts what filters dropped."""
-        group = await self.plane.acompute(self.make)
-        for reason, count, about in self.discards(group):
-            await self.plane.adiscard(reason, count, **about)
-        if len(group) and not self.has_failed(group):
-            await self.plane.aput(group, evaluation=self.evaluation, priority=self.priority, timeout=self.timeout)
+        with self.putting():
+            group = await self.plane.acompute(self.make)
+            for reason, count, about in self.discards(group):
+                await self.plane.adiscard(reason, count, **about)
+            if len(group) and not self.has_failed(group):
+                await self.plane.aput(group, evaluation=self.evaluation, priority=self.priority, timeout=self.timeout)
         return group
 
 
@@ -154,11 +173,18 @@ def builder_fields(
     chosen = tuple(filters)
     if evaluation and chosen:
         raise InvalidInput(f"group of {prompt!r}: {len(chosen)} filters; leave them out, evaluation keeps all rollouts")
+    # Now, and not when the block ends: by then the rollouts have cost minutes.
+    where = f"group of {prompt!r:.80}"
+    if given is not None and (not isinstance(given, str) or not given):
+        raise InvalidInput(f"{where}: id: {given!r:.60}; give text that is unique in the run, or leave it out")
+    advantage_of(advantage)
+    split_filters(chosen, is_late=False)
+    check_priority(prompt, priority)
     return {
         "plane": plane,
         "prompt": prompt,
         "id": unique_id(prompt) if given is None else given,
-        "policy_version": policy_version,
+        "policy_version": check_version(policy_version, f"{where}: policy_version"),
         "advantage": None if evaluation else advantage,
         "filters": chosen,
         "evaluation": evaluation,

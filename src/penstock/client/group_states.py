@@ -1,4 +1,4 @@
-"""What became of a group, as `Plane.has` returns it."""
+"""The state of a group, as `Plane.has` returns it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GroupState:
 
     @property
     def is_known(self) -> bool:
-        """Whether the group was accepted, so that it need not be put."""
+        """Whether the group was accepted. Then it need not be put."""
         return self.state != UNKNOWN
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError
-from penstock.protocol import Timeouts
+from penstock.protocol import MAX_NAME, Timeouts
 
 if TYPE_CHECKING:
     from penstock.client.plane import Plane
@@ -39,8 +39,18 @@ class Handle:
     """Absolute path of the key folder."""
     timeouts: Timeouts | None = None
 
+    def __post_init__(self) -> None:
+        # The plane drops a message with such a value unread, so the client would wait without an answer.
+        run: object = self.run
+        if not isinstance(run, str) or len(run) > MAX_NAME:
+            raise ConfigError(f"run: {run!r:.60}; give the run's name, of at most {MAX_NAME} characters")
+        if not isinstance(self.timeouts, Timeouts | None):
+            raise ConfigError(f"timeouts: {self.timeouts!r:.60}; give ps.Timeouts(plane_s=60), or leave it out")
+
     @staticmethod
     def of(url: str, run: str, keys: str | Path | None, timeouts: Timeouts | None) -> Handle:
+        if not isinstance(keys, str | Path | None):
+            raise ConfigError(f"keys: {keys!r:.60}; give the folder with the keys")
         return Handle(
             url=usable_url(url), run=run, keys=None if keys is None else str(Path(keys).absolute()), timeouts=timeouts
         )

@@ -3,9 +3,8 @@
 With a folder (or "memory:") the plane runs in a thread of this process and may also listen for other processes. With an
 address it is a connection to a plane that `penstock serve` runs.
 
-A plane in this process is closed when its last `Plane` is garbage-collected, so that its folder can be opened again.
-The collector may run in any thread, also in one that holds a lock which closing needs. So closing runs in its own
-thread, and `open` waits for it (`await_closing`).
+A plane in this process is closed when its last `Plane` is garbage-collected (`collected`), so that its folder can be
+opened again. Its sources and tasks refer to it.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Never, Self, TypeAlias, TypeVar
 
 import msgspec
 
 from penstock.arrays import Own, Sample, own_of
 from penstock.client.async_puts import AsyncPuts
+from penstock.client.collected import close_if_dropped, weakly
 from penstock.client.conversations import Conversation, arun, run
 from penstock.client.deliveries import Deliveries, ManyPuts
 from penstock.client.direct import Direct
@@ -34,7 +34,7 @@ from penstock.client.handles import Handle, nowhere
 from penstock.client.producer_connection import ProducerConnection, error_of
 from penstock.client.put_counts import PutCounts
 from penstock.convert import Advantage, Filter, Group, grpo
-from penstock.errors import Closed, InvalidInput
+from penstock.errors import Closed, InvalidInput, PeerError
 from penstock.frames import Buffer
 from penstock.notebook import html_table
 from penstock.protocol import (
@@ -74,13 +74,9 @@ if TYPE_CHECKING:
     from penstock.replay import Curriculum
     from penstock.transport import ClientTransport
 
-P = ParamSpec("P")
 T = TypeVar("T")
 Connect: TypeAlias = "Callable[[], ClientTransport]"
-_CLOSING_S = 20.0
 _SHOWN = {"run": "run", "next step": "next_step", "policy version": "policy_version", "waiting for": "waiting_for"}
-_closing: set[threading.Thread] = set()
-"""Threads that close planes whose `Plane` was garbage-collected."""
 
 
 class Plane:
@@ -106,14 +102,15 @@ class Plane:
         """Counts of the groups put here: dropped as stale, branches by cause, routing left out."""
         self._async = AsyncPuts()
         self._connection = ProducerConnection(connect(), ProducerSession(run=run, where=url, timeouts=self.timeouts))
-        self._direct = Direct(_weakly(self._attached), _weakly(self._open_segment), _weakly(self._sign_urls))
+        self._direct = Direct(
+            weakly(self._attached, _gone), weakly(self._open_segment, _gone), weakly(self._sign_urls, _gone)
+        )
         self._deliveries = Deliveries(self._connection, self._direct, self.counts)
         self._collected: weakref.finalize[..., object] | None = None
         if server is not None:
             # The callback must not refer to `self`, or the plane would never be collected.
             close = partial(_close, self._connection, self._async, server, thread)
-            self._collected = weakref.finalize(self, _start_closing, close)
-            self._collected.atexit = False  # at exit the process ends anyway; closing then would wait for nothing
+            self._collected = close_if_dropped(self, close)
 
     def __reduce__(self) -> tuple[Callable[[], Plane], tuple[()]]:
         """Pickle it as an address. It arrives as a connection to this plane."""
@@ -259,7 +256,7 @@ class Plane:
         return await self._aput(encoded, lambda: encoded, timeout, evaluation=evaluation)
 
     async def _alearn_tables(self) -> None:
-        """Learn whether groups wait by environment, so that those of one do not take the places of the others."""
+        """Learn whether groups wait by environment. If so, each environment has its own places."""
         if not self._connection.session.is_attached:
             await self._arun(
                 self._connection.ask(lambda ticket: Attach(ticket=ticket, run=self._connection.session.run))
@@ -469,7 +466,7 @@ class Plane:
     # -------------------------------------------------------------- feedback
 
     def feedback(self, after: str = "", *, follow: bool = False) -> Iterator[FeedbackEvent]:
-        """Yield what became of each group, oldest event first, from the event behind the cursor `after` on.
+        """Yield what became of each group, oldest event first, from the first event after the cursor `after`.
 
         Ends at the newest event. With `follow` it waits for further ones as long as the plane lives. Every event is
         durable and comes once, whoever is killed: keep `event.cursor` where you keep what you learned from the event,
@@ -487,11 +484,11 @@ class Plane:
                 yield event
 
     async def afeedback_page(self, after: str, most: int, wait_s: float) -> tuple[FeedbackEvent, ...]:
-        """Return up to `most` events behind a cursor. Waits up to `wait_s` seconds for the first."""
+        """Return up to `most` events after a cursor. Waits up to `wait_s` seconds for the first."""
         return (await self._arun(ask_page(self._connection, after, most, wait_s))).events
 
     async def alease_once(self, asked: LeaseRequest) -> tuple[dict[str, int], list[Sample]]:
-        """Lease groups that lack a column, without renewing. Returns lease by group, and samples: for the HTTP API."""
+        """Lease groups without renewing them, for the HTTP API. Returns the lease of each group, and the samples."""
         from penstock.client.column_lease import lease_once
 
         return await self._arun(lease_once(self._connection, asked))
@@ -501,10 +498,14 @@ class Plane:
         if isinstance(answer, Rejected):
             raise error_of(answer)
         assert isinstance(answer, SegmentOpened)
+        from penstock.storage import is_segment_name
+
+        if not is_segment_name(answer.segment):  # it becomes a file's name: `../x` would lead out of the storage
+            raise PeerError(f"{self.url}: opened segment {answer.segment!r:.80}; a name has 16 hexadecimal digits")
         return answer.segment
 
     async def _sign_urls(self, method: str, names: tuple[str, ...]) -> tuple[Sequence[str], float]:
-        """Signed URLs of objects of this process's segments, and for how many seconds they are valid."""
+        """Return signed URLs of objects of this process's segments, and for how many seconds they are valid."""
         answer = await self._arun(
             self._connection.ask(lambda ticket: SignUrls(ticket=ticket, method=method, names=names))
         )
@@ -719,17 +720,8 @@ def _sealed(answer: Rejected) -> Exception:
     return SegmentSealed(answer.reason)
 
 
-def _weakly(method: Callable[P, T]) -> Callable[P, T]:
-    """Return a callable that does not keep its plane alive, so that the plane can be garbage-collected and closed."""
-    found = weakref.WeakMethod(method)
-
-    def call(*words: P.args, **named: P.kwargs) -> T:
-        bound = found()
-        if bound is None:
-            raise Closed("this plane was closed")
-        return bound(*words, **named)
-
-    return call
+def _gone() -> Never:
+    raise Closed("this plane was closed")
 
 
 # ------------------------------------------------------------------ closing
@@ -746,21 +738,3 @@ def _close(
     if server is not None and thread is not None:
         server.stop()
         thread.join(10)
-
-
-def _start_closing(close: Callable[[], None]) -> None:
-    def work() -> None:
-        try:
-            close()
-        finally:
-            _closing.discard(thread)
-
-    thread = threading.Thread(target=work, name="penstock-closing", daemon=True)
-    _closing.add(thread)
-    thread.start()
-
-
-def await_closing() -> None:
-    """Wait until collected planes are closed, so that their folders can be opened again."""
-    for thread in list(_closing):
-        thread.join(_CLOSING_S)

@@ -6,6 +6,7 @@ interrupted or its task cancelled, is forgotten here and withdrawn at the plane 
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -37,6 +38,7 @@ from penstock.protocol import (
 )
 from penstock.transport import ClientTransport
 
+logger = logging.getLogger("penstock.client")
 Question: TypeAlias = Callable[[float], tuple[list[int], list[Event]]]
 """Starts requests at the given time. Returns their tickets and the events to handle."""
 Written: TypeAlias = tuple[str, bytes, bytes]
@@ -55,7 +57,7 @@ class Lost:
 
 
 Result: TypeAlias = Answer | Lost | PenstockError
-"""What became of a request. An error: its frame could not be written, and the plane does not have it."""
+"""The result of a request. An error means that its frame could not be written, and the plane does not have it."""
 
 
 def error_of(answer: Rejected) -> PenstockError:
@@ -204,6 +206,13 @@ class ProducerConnection:
                 if why is not None:
                     refused[ticket] = why
             self._handle(events)
+        if len(refused) < len(tickets):
+            logger.warning(
+                "%s: alive, and has not answered %d groups within their timeout; they may be accepted, so the put "
+                "waits for the answer; see the plane's log",
+                self.session.where,
+                len(tickets) - len(refused),
+            )
         return refused, math.inf
 
     def _forget(self, tickets: Sequence[int]) -> None:

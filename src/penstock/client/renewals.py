@@ -59,12 +59,7 @@ class Renewals:
         """Yield what must be sent now. Called at every tick of the connection's thread."""
         if not self._held and not self._abandoned:
             return
-        reasons: dict[str, list[int]] = {}
-        while self._abandoned:
-            lease, reason = self._abandoned.popleft()
-            self.release(lease)
-            reasons.setdefault(reason, []).append(lease)
-        for reason, leases in reasons.items():
+        for reason, leases in self._take_abandoned().items():
             for some in _pieces(leases):
                 yield partial(give_back, some, reason), _Answers(lambda _answers: None)
         with self._lock:
@@ -86,12 +81,22 @@ class Renewals:
         for held, reason in ended:
             held.cancel(reason)
 
+    def _take_abandoned(self) -> dict[str, list[int]]:
+        """Stop renewing the leases that were abandoned. Returns them by reason."""
+        found: dict[str, list[int]] = {}
+        while self._abandoned:
+            lease, reason = self._abandoned.popleft()
+            self.release(lease)
+            found.setdefault(reason, []).append(lease)
+        return found
+
     def close(self) -> list[FromClient]:
         """Stop renewing, and return the messages that return what is still leased."""
+        found = self._take_abandoned()
         with self._lock:
-            leases, self._held = [*self._held, *(lease for lease, _ in self._abandoned)], {}
-            self._abandoned.clear()
-        return [give_back(some, "", 0) for some in _pieces(leases)]
+            leases, self._held = [*self._held], {}
+        found[""] = [*found.get("", []), *leases]
+        return [give_back(some, reason, 0) for reason, leases in found.items() for some in _pieces(leases)]
 
 
 class _Answers(Inbox):

@@ -2,6 +2,7 @@
 
 Three threads take part. The caller's takes and commits steps. The client loop's handles messages and heartbeats. The
 filler's reads, verifies and fills steps, so that a slow read never delays a heartbeat. One lock protects the session.
+The threads refer to the source weakly: one that is dropped without `close` leaves its session (`collected`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 
 from penstock.arrays import MAX_VERSION, Samples, sample_digests, step_digest
 from penstock.client.client_loop import ClientLoop
+from penstock.client.collected import close_if_dropped, weakly
 from penstock.client.handles import Handle, nowhere
 from penstock.client.source_settings import SourceSettings
 from penstock.client.storage_reader import Reach, Unreadable
@@ -28,7 +30,7 @@ from penstock.frames import ANY_SIZE, attach_late, decode, late_digests
 from penstock.notebook import html_table
 from penstock.packing import BlockPool, MicroBatch, RankPlan, StepOfRank, fill
 from penstock.protocol import Arrived, Failed, Frames, FromPlane, Out, Ready, Released, StepDone, StepPicks, seconds_of
-from penstock.protocol.rank_session import Event
+from penstock.protocol.rank_session import Event, RankSession
 from penstock.transport import ClientTransport
 
 logger = logging.getLogger("penstock.source")
@@ -108,16 +110,18 @@ class Source:
         self._error: BaseException | None = None  # the first one stays: every later call raises it
         self._received: SimpleQueue[Arrived | None] = SimpleQueue()
         """Steps to verify and fill. None ends the filler."""
-        self._filler = threading.Thread(target=self._work, name=f"penstock-fill-{self.rank}", daemon=True)
+        filling = partial(_fill_all, self._received, weakly(self._receive, _nothing))
+        self._filler = threading.Thread(target=filling, name=f"penstock-fill-{self.rank}", daemon=True)
         self._filler.start()
         self._loop = ClientLoop(
             transport,
-            on_message=self._on_message,
-            on_tick=self._on_tick,
-            on_end=self._on_end,
+            on_message=weakly(self._on_message, _nothing),
+            on_tick=weakly(self._on_tick, _nothing),
+            on_end=weakly(self._on_end, _nothing),
             tick_s=settings.tick_s,
             name=f"source-{self.rank}",
         )
+        self._collected = close_if_dropped(self, partial(_leave, self._session, self._loop, self._received))
         with self._lock:
             self._handle(self._session.start(time.monotonic()))
             if self._next:
@@ -270,6 +274,7 @@ class Source:
         """Leave the session. Sends pending commits first. Steps taken and not committed will be served again."""
         if not self._loop.is_mine:
             return  # in a forked process there is nothing to close
+        self._collected.detach()
         with self._lock:
             self._handle(self._session.leave())
             self._changed.wait_for(lambda: self._session.has_left or self._error is not None, _LEAVE_S)
@@ -313,14 +318,9 @@ class Source:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def _work(self) -> None:
-        """Verify and fill steps that arrive, on the filler's thread."""
-        while (arrived := self._received.get()) is not None:
-            self._receive(arrived)
-            del arrived  # frees its payload before the next step arrives
-
     def _receive(self, arrived: Arrived) -> None:
-        """Verify a step and fill its micro-batches. A failure here must stop every rank before it trains."""
+        """Verify a step and fill its micro-batches, on the filler's thread. A failure here must stop every rank before
+        it trains."""
         message = arrived.deliver
         try:
             samples, digests = self._read(arrived)
@@ -434,6 +434,28 @@ class Source:
             raise self._error
 
 
+def _fill_all(received: SimpleQueue[Arrived | None], receive: Callable[[Arrived], None]) -> None:
+    """Verify and fill steps that arrive. Runs on the filler's thread."""
+    while (arrived := received.get()) is not None:
+        receive(arrived)
+        del arrived  # frees its payload before the next step arrives
+
+
+def _leave(session: RankSession, loop: ClientLoop, received: SimpleQueue[Arrived | None]) -> None:
+    """Close what is left of a source that was garbage-collected. Nothing else uses its session any longer."""
+    if not loop.is_mine:
+        return
+    for event in session.leave():
+        if isinstance(event, Out):
+            loop.send(event.message, event.frames, session.run_id)
+    received.put(None)
+    loop.stop()
+
+
+def _nothing() -> None:
+    """Called instead of a method of a source that is gone."""
+
+
 def _number_of(step: object, what: str) -> int:
     if isinstance(step, Step):
         return step.number
@@ -445,7 +467,7 @@ def _number_of(step: object, what: str) -> int:
 
 
 def _version(version: object) -> int:
-    """Return a version as an int, also one that numpy or torch counted. Raises InvalidInput."""
+    """Return a version as an int. Integers of numpy and torch are accepted. Raises InvalidInput."""
     try:
         found = operator.index(version)  # type: ignore[arg-type]
     except TypeError:
@@ -456,7 +478,7 @@ def _version(version: object) -> int:
 
 
 def _numbers(what: str, given: Mapping[str, float] | None) -> dict[str, float]:
-    """Return numbers by id, also those of numpy or torch, as floats. Raises InvalidInput."""
+    """Return numbers by id, as floats. Those of numpy and torch are accepted. Raises InvalidInput."""
     found: dict[str, float] = {}
     if given is None:
         return found

@@ -119,7 +119,7 @@ class Task:
         """The version of the weights that was published when the task was leased."""
         self.cancelled = Cancelled()
         self.is_late = False
-        """Whether another worker completed the task first, so that the group put here was not kept."""
+        """Whether another worker completed the task first. Then the group that was put here was not kept."""
         # Left without a put: the work failed. Must not refer to `self`, or it would never be collected.
         self._abandoned = weakref.finalize(self, connection.renewals.abandon, leased.lease, FAILED)
         self._abandoned.atexit = False

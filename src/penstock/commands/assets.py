@@ -55,9 +55,9 @@ def _is_store(folder: Path) -> bool:
 
 def _is_run(folder: Path) -> bool:
     """Return whether a run is in a folder, which may have no images."""
-    from penstock.log import is_run
+    from penstock.log import plane_of
 
-    return is_run(folder) or is_run(folder / "plane")
+    return plane_of(folder) is not None
 
 
 def _list(store: AssetStore, *, as_json: bool) -> int:

@@ -16,6 +16,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 from penstock.commands.terminal import MissingWords, Progress, aligned, size
@@ -56,14 +57,7 @@ def run(args: argparse.Namespace) -> int:
     *inputs, output = args.files
     if output != STANDARD and Path(output).is_file() and not args.force:
         raise InvalidInput(f"{output}: already exists; choose another name, or pass --force to overwrite it")
-    options = Options(
-        advantages=args.advantages,
-        reward_key=args.reward_key,
-        ranks=args.ranks,
-        seq_len=args.seq_len,
-        samples_per_step=args.samples_per_step,
-        first_step=args.first_step,
-    )
+    options = Options(**{option.name: getattr(args, option.name) for option in fields(Options)})
     began = time.monotonic()
     progress = Progress(_EVERY_S)
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.commands.terminal import Progress, aligned, size
 from penstock.commands.which_run import folder_for, plane_folder
 from penstock.errors import InvalidInput
-from penstock.log import as_corrupt, is_postgres
+from penstock.log import PLANE, as_corrupt, is_postgres
 from penstock.server import printable
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _plane_folder(where: str) -> Path:
     if is_postgres(where):
         return folder_for(where)
     root = Path(where)
-    laid_out = root / "plane"
+    laid_out = root / PLANE
     return laid_out if laid_out.is_dir() and not _is_run(root) else root
 
 

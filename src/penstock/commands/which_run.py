@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from penstock.client import Plane
 
 RUN_HELP = "the run: its folder, its plane's folder, its plane's address, or postgresql://...#NAME"
-_PLANE = "plane"
 _ANSWER_S = 5.0
 
 
@@ -43,21 +42,21 @@ def asking(url: str, keys: Path | None) -> Plane:
 
 def plane_folder(where: str, keys: Path | None = None) -> Path:
     """Return the folder of a run's plane."""
-    from penstock.log import LOG, is_run
+    from penstock.log import LOG, PLANE, plane_of
 
-    folder = _folder(where, keys)
-    for path in (folder, folder / _PLANE):
-        if is_run(path):
-            return path
-    raise InvalidInput(f"{where}: no {LOG} in it or in {_PLANE}/; give the folder of a run, or its plane's address")
+    found = plane_of(_folder(where, keys))
+    if found is None:
+        raise InvalidInput(f"{where}: no {LOG} in it or in {PLANE}/; give the folder of a run, or its plane's address")
+    return found
 
 
 def export_folder(where: str, keys: Path | None = None) -> Path:
     """Return the folder with a run's token exports, which may lie beside its plane's folder."""
+    from penstock.log import PLANE
     from penstock.view import EXPORTS
 
     folder = _folder(where, keys)
-    is_laid_out = folder.name == _PLANE and not (folder / EXPORTS).is_dir()
+    is_laid_out = folder.name == PLANE and not (folder / EXPORTS).is_dir()
     return folder.parent if is_laid_out else folder
 
 

@@ -1,9 +1,8 @@
-from penstock.config.building import build as build
-from penstock.config.building import unknown as unknown
 from penstock.config.flags import add_flags as add_flags
 from penstock.config.flags import read_flags as read_flags
-from penstock.config.given import COMMAND_LINE as COMMAND_LINE
 from penstock.config.given import Given as Given
+from penstock.config.given import build as build
+from penstock.config.given import unknown as unknown
 from penstock.config.keywords import Keyword as Keyword
 from penstock.config.keywords import LateSignature as LateSignature
 from penstock.config.keywords import keywords_of as keywords_of

@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.config.building import unknown
-from penstock.config.given import Given
+from penstock.config.given import Given, unknown
 from penstock.config.setting import Setting, settings_of
 from penstock.errors import ConfigError
 

@@ -5,6 +5,7 @@ from penstock.convert.advantages import LengthPenalty as LengthPenalty
 from penstock.convert.advantages import RunningBaseline as RunningBaseline
 from penstock.convert.advantages import Std as Std
 from penstock.convert.advantages import advantage_named as advantage_named
+from penstock.convert.advantages import advantage_of as advantage_of
 from penstock.convert.advantages import by_agent as by_agent
 from penstock.convert.advantages import grpo as grpo
 from penstock.convert.advantages import leave_one_out as leave_one_out
@@ -24,6 +25,7 @@ from penstock.convert.filters import Truncated as Truncated
 from penstock.convert.filters import ZeroVariance as ZeroVariance
 from penstock.convert.filters import apply_filters as apply_filters
 from penstock.convert.filters import filter_named as filter_named
+from penstock.convert.filters import split_filters as split_filters
 from penstock.convert.groups import Group as Group
 from penstock.convert.groups import attach as attach
 from penstock.convert.groups import make_group as make_group

@@ -191,11 +191,19 @@ def filter_named(name: str) -> Filter:
     return FILTERS[name]
 
 
+def _filter_of(given: Filter | str) -> Filter:
+    if isinstance(given, str):
+        return filter_named(given)
+    if isinstance(given, type) or not callable(given) or not hasattr(given, "reason"):
+        raise InvalidInput(f"filter {given!r:.60}: give a name, such as 'zero_variance', or an object with a `reason`")
+    return given
+
+
 def split_filters(filters: Iterable[Filter | str], *, is_late: bool) -> tuple[list[Filter], tuple[str, ...]]:
     """Return the filters to apply now, and the names of those that wait for late rewards.
 
     `ZeroVariance()` has a name as well: applied before the rewards are known, it would drop every group."""
-    given = [filter_named(one) if isinstance(one, str) else one for one in filters]
+    given = [_filter_of(one) for one in filters]
     if not is_late:
         return given, ()
     names = [next((name for name, known in FILTERS.items() if known == one), "") for one in given]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays import NO_COLUMNS, TOKEN_COLUMNS, Own, Sample, Values, check_text
 from penstock.capture import Trajectory
-from penstock.convert.advantages import Advantage, advantage_named, grpo
+from penstock.convert.advantages import Advantage, advantage_of, grpo
 from penstock.convert.branches import to_samples
 from penstock.convert.branching import branch_causes
 from penstock.convert.filters import Filter, apply_filters, split_filters
@@ -146,9 +146,7 @@ def make_group(
         raise InvalidInput(f"group {id!r}: no rollouts; a group has at least one")
     rollouts = Rollouts.of(rows)
     is_late = isinstance(advantage, str) and bool((~rollouts.scored & ~rollouts.errored).any())
-    function = advantage_named(advantage) if isinstance(advantage, str) else advantage
-    if function is not None and not callable(function):
-        raise InvalidInput(f"group {id!r}.advantage: {function!r}; give a name, such as 'grpo', a function, or None")
+    function = advantage_of(advantage)
     if function is not None:
         _check_no_advantages(rows, id)
     now, late = split_filters(filters, is_late=is_late)
@@ -203,7 +201,11 @@ def _advantages(advantage: Advantage, rollouts: Rollouts, rows: Sequence[Traject
             f"group {name!r} rollout {i} ({rows[i].where}).reward: none, and no error either; give a reward, an error, "
             "or advantage=None; if the reward is attached later, give the advantage by name, such as 'grpo'"
         )
-    values = advantage(rollouts)
+    found = advantage(rollouts)
+    try:
+        values = np.asarray(found, np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor that numpy cannot read
+        raise InvalidInput(f"group {name!r}: advantages: {found!r:.60} ({error}); return one number each") from None
     if values.shape != (len(rollouts),):
         raise InvalidInput(f"group {name!r}: advantages of shape {values.shape} for {len(rollouts)} rollouts")
     return values

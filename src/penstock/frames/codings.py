@@ -129,8 +129,8 @@ class Writer:
         return self.write(np.array(values, _I8)) if found is None else found
 
     def _few(self, values: list[int], dtype: np.dtype[Any]) -> Block | None:
-        """Do what `write` does for the few integers of a head, one per sample: the same bytes without a dozen numpy
-        calls. Returns None for numbers that do not fit 32 bits.
+        """`write` for the few integers of a head, one per sample: the same bytes without a dozen numpy calls. Returns
+        None for numbers that do not fit 32 bits.
         """
         count, size, signed = len(values), dtype.itemsize, dtype.kind == "i"
         if count > 1 and values.count(values[0]) == count:
@@ -144,7 +144,7 @@ class Writer:
         return None if max(values) >= 2**32 or min(values) < 0 else self._narrow_few(values)
 
     def _narrow_few(self, values: list[int]) -> Block:
-        """Do what `_narrow` does for a few numbers."""
+        """`_narrow` for a few numbers."""
         width = width_of(max(values))
         low, high = planes_of(width)
         # The high plane as one big integer, first value in the lowest bits: values 1, 3, 2 of 2 bits are 0b_10_11_01.
@@ -171,7 +171,7 @@ class Writer:
         return self._runs_if_cheaper(mask, starts) or self._narrow(mask.astype(np.uint32))
 
     def _few_runs(self, mask: NDArray[np.bool_], edges: list[int]) -> Block:
-        """Do what `write_mask` does for a mask of few runs: the same bytes without numpy."""
+        """`write_mask` for a mask of few runs: the same bytes without numpy."""
         runs, head = len(edges) - 1, min(len(mask), RUNS_HEAD)
         if bisect_left(edges, head, 0, runs) * 4 > head + 64:  # as in `has_few_runs`
             return self.write(mask)
@@ -241,9 +241,7 @@ class Writer:
         return Block(RAW)
 
     def write_row_pieces(self, pieces: Sequence[Array]) -> Block:
-        """Do what `write_rows` does for the pieces end to end, without joining them. For rows that are neither wide nor
-        compressed.
-        """
+        """`write_rows` for pieces that are not joined. Only for rows that are neither wide nor compressed."""
         bits = [bit_view(piece) for piece in pieces]
         # All zeros is one constant. The first row nearly always decides, before the pass over the rest.
         if not any(one[:1].any() or one.any() for one in bits):
@@ -349,7 +347,7 @@ class Reader:
         raise CorruptFrame(f"{what}: coding {block.coding} is not one this reader knows here")
 
     def integers(self, block: Block, dtype: np.dtype[Any], count: int, what: str) -> list[int]:
-        """Do what `read` does for integers, and return a list."""
+        """`read` for integers, as a list."""
         few = self._few(block, dtype, count, what) if count <= FEW else None
         if few is not None:
             return few
@@ -357,8 +355,8 @@ class Reader:
         return found
 
     def _few(self, block: Block, dtype: np.dtype[Any], count: int, what: str) -> list[int] | None:
-        """Do what `read` does for the few integers of a head, one per sample: the same values and errors without a
-        dozen numpy calls. Returns None for what `_few` of the writer does not write.
+        """`read` for the few integers of a head, one per sample: the same values and errors without a dozen numpy
+        calls. Returns None for what `_few` of the writer does not write.
         """
         size, signed = dtype.itemsize, dtype.kind == "i"
         if block.coding == CONSTANT:
@@ -396,7 +394,7 @@ class Reader:
         return [value | (packed >> at & mask) << low for value, at in zip(out, places, strict=True)]
 
     def read_number(self, block: Block, what: str) -> int:
-        """Do what `read` does for one number below 2**32."""
+        """`read` for one number below 2**32."""
         if block.coding == NARROW and block.arg in (1, 2, 4, 8):  # one byte: most lengths of names
             return self.bytes(1, what)[0] & (1 << block.arg) - 1
         return self.integers(block, _U4, 1, what)[0]

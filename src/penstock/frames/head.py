@@ -255,7 +255,7 @@ def _counts(reader: Reader, block: Block, n: int, what: str) -> tuple[NDArray[np
 
 
 def _integers(reader: Reader, block: Block, n: int, what: str) -> tuple[NDArray[np.int64], int, int]:
-    """Read n numbers. Returns them with the least and the largest, which are 0 for none."""
+    """Read n numbers. Returns them with the least and the largest, both 0 if n is 0."""
     if n <= FEW:  # builtins take a tenth of the time of numpy's reductions here
         few = reader.integers(block, _I8, n, what)
         return np.array(few, _I8), min(few, default=0), max(few, default=0)
@@ -304,7 +304,7 @@ def _read_codes(reader: Reader, spec: TextBlock, n: int) -> list[int] | None:
 
 
 def _read_same_text(reader: Reader, spec: TextBlock, n: int) -> tuple[str, ...]:
-    """Do what `_read_text` does for the usual case that all samples have the same text."""
+    """`_read_text` for the usual case that all samples have the same text."""
     length = reader.read_number(spec.lengths, spec.name)
     blob = bytes(reader.bytes(spec.num_bytes, spec.name))
     if length != len(blob) or reader.bytes(4, spec.name) != bytes(4):

@@ -128,8 +128,7 @@ def _row(known: Ragged | None, i: int) -> NDArray[np.float32]:
 def late_digests(digests: Sequence[bytes], late: LateValues) -> list[bytes]:
     """Return the digests of samples with their late values: those of the frame, and the values.
 
-    The plane knows only the digest of a stored sample, so it cannot make the digest that the sample would have if it
-    had been put with its values."""
+    The plane knows only the digest of a stored sample, so it cannot compute that of the sample with its values."""
     if not late:
         return list(digests)
     out = []

@@ -1,4 +1,4 @@
-"""How far samples agree in every input of the model: token ids, columns per node, and images.
+"""Finds how far samples agree in every input of the model: token ids, columns per node, and images.
 
 The frame knows how far ids agree. But two images may have the same placeholder ids, and two samples may have been
 routed to different experts over the same tokens: the computation diverges there, and so does the tree.
@@ -17,7 +17,7 @@ _FEW_BYTES = 1 << 16
 
 
 def node_prefixes(samples: Samples, prefixes: Prefixes | None) -> SharedPrefixes:
-    """Return what these samples share, given what they share of their ids."""
+    """Return what these samples share in all inputs of the model, given what their ids share."""
     count = len(samples)
     if prefixes is None:
         return SharedPrefixes.none(count)

@@ -1,7 +1,11 @@
 """One coded array in a frame's body: which bytes some of its rows need, and how to read those rows.
 
-raw, flat over raw   rows a to b are bytes a * width to b * width narrow               two planes: a range of each,
-starting at a byte boundary constant             one value runs, compressed     only the complete block can be read
+The coding decides which bytes rows a to b need:
+
+    raw, flat over raw    a * width to b * width
+    narrow                two planes: a range of each, starting at a byte boundary
+    constant              one value
+    runs, compressed      only the complete block can be read
 """
 
 from __future__ import annotations

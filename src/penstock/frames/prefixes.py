@@ -167,8 +167,8 @@ def restore(stored: Array, offsets: Offsets, prefixes: Prefixes) -> Array:
         own = end - begin - n
         out[begin + n : end] = stored[at : at + own]
         at += own
-        # For the example above: stored is a b c d e x y. Sample 1 takes its own x y to places 8 and 9, then copies a b
-        # c from place 0, where its parent is already complete.
+        # For the example above: stored is a b c d e x y. Sample 1 takes its own x y to places 8 and 9, then copies
+        # a b c from place 0, where its parent is already complete.
         if n:
             out[begin : begin + n] = out[origins[i] : origins[i] + n]
     return out

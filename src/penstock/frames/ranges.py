@@ -269,14 +269,14 @@ class RangedFrame:
         chosen = self.rows(rows)
         return merged((one for column in self.columns.values() for one in column.ranges(chosen)), gap)
 
-    def plan(self, rows: Sequence[int] | NDArray[np.integer], *, gap: int = GAP) -> list[Range]:
+    def plan(self, rows: Sequence[int] | NDArray[np.integer]) -> list[Range]:
         """Return the ranges to read: the complete body as one range where the frame is small or most of it is
         needed.
         """
         whole = [(self.front_size, self.size)]
         if self.size < SMALL_FRAME:  # the usual frame of text: no range has to be computed
             return whole if self.rows(rows) else []
-        found = self.ranges(rows, gap=gap)
+        found = self.ranges(rows)
         return whole if sum(b - a for a, b in found) >= self.size * WHOLE_FROM else found
 
 

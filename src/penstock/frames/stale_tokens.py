@@ -1,4 +1,4 @@
-"""Leave tokens of too old a policy version out of a step's counts, from metadata alone.
+"""Leaves tokens of outdated policy versions out of a step's counts, using metadata alone.
 
 Metadata counts the trained tokens of each sample by the version that sampled them. So the plane knows what a step
 trains once old tokens are masked, and every denominator is right, before any frame is read. The plan carries the oldest

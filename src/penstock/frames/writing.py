@@ -130,7 +130,7 @@ def frame_pieces(
 
 
 def _texts(batch: Samples) -> list[str]:
-    """Return the text columns to write: those that every frame has, and those that a sample has."""
+    """Return the text columns to write: those of every frame, and optional ones that some sample has."""
     return [name for name in TEXT_COLUMNS if name in TEXTS or any(batch.text[name])]
 
 
@@ -179,9 +179,7 @@ def _text(name: str, values: tuple[str, ...], head: Writer) -> TextBlock:
 
 
 def _same_text(name: str, values: tuple[str, ...], head: Writer) -> TextBlock:
-    """Do what `_text` does for the usual case that all samples have the same text: the same bytes, without an array per
-    number.
-    """
+    """`_text` for the usual case that all samples have the same text: the same bytes, without an array per number."""
     block, data = _one_text(name, values[0], len(values) > 1)
     head.add(data)
     return block
@@ -229,7 +227,7 @@ def _pieced(column: Column, found: Pieced, prefixes: Prefixes, body: Writer) -> 
 
 
 def _shares_rows(rows: Sequence[Array], prefixes: Prefixes) -> bool:
-    """Do what `shares_values` does, for rows that are not joined."""
+    """`shares_values` for rows that are not joined."""
     bits = [bit_view(row) for row in rows]
     return all(
         np.array_equal(bits[i][:n], bits[parent][:n])

@@ -25,11 +25,13 @@ from penstock.log.decision_records import Shorten as Shorten
 from penstock.log.decision_records import Weigh as Weigh
 from penstock.log.decision_records import numbers_taken as numbers_taken
 from penstock.log.decision_records import read_record as read_record
+from penstock.log.finding import PLANE as PLANE
 from penstock.log.finding import as_corrupt as as_corrupt
 from penstock.log.finding import check_is_sqlite as check_is_sqlite
 from penstock.log.finding import is_run as is_run
 from penstock.log.finding import note_url as note_url
 from penstock.log.finding import open_existing as open_existing
+from penstock.log.finding import plane_of as plane_of
 from penstock.log.finding import reading as reading
 from penstock.log.finding import url_of as url_of
 from penstock.log.log_rows import MAX_EVENTS as MAX_EVENTS

@@ -1,8 +1,8 @@
 """Reads and writes a log: the same statements for every database, in SQL that SQLite and PostgreSQL both understand.
 
-The log is the truth. Tables and ledgers in memory are rebuilt from it, by doing the same decisions again in the same
-order; `op` is the number of a decision. Every transaction checks the epoch, so a plane that was taken for dead and
-comes back can write nothing:
+The log is the truth. Tables and ledgers in memory are rebuilt from it by applying the same decisions in the same order.
+`op` is the number of a decision. Every transaction checks the epoch, so a plane that counted as dead and comes back can
+write nothing:
 
     op 1  groups    a is accepted                  memory: a waits in its table
     op 2  groups    b is accepted                  memory: a, b
@@ -67,7 +67,7 @@ class LogReader(ABC):
         """Return the existing tables. Some are missing if a plane was killed while creating them."""
 
     def damage(self) -> str:
-        """Have the database check itself. Returns what is damaged, or "" if nothing is or it cannot tell."""
+        """Ask the database to check itself. Returns what is damaged, or "" if nothing is found or it cannot check."""
         return ""
 
     def is_open(self) -> bool | None:
@@ -308,7 +308,8 @@ class Log(LogReader):
             raise Fenced(f"epoch {self.epoch}: the run was taken over by epoch {current}; this plane must end")
 
     def look_up(self, groups: Sequence[str], discards: Sequence[str]) -> None:
-        """Read ahead what `digest_of` and others need of these groups, and `is_discarded` of these names."""
+        """Read ahead, with few queries, what `digest_of` and others will need of these groups and `is_discarded` of
+        these names."""
 
     # -------------------------------------------------------------- statements; each database has its own
 
@@ -403,8 +404,8 @@ class Log(LogReader):
         self._write("UPDATE steps SET state = ? WHERE step BETWEEN ? AND ?", (int(state), first, last))
 
     def forget_frames(self, ops: Sequence[int]) -> None:
-        """Forget locations and metadata of groups. What is left of their rows stays, so that a repeated put is
-        recognised and the run can be decided again."""
+        """Forget locations and metadata of groups. The rest of their rows stays: repeated puts are recognised by it,
+        and the run can be decided again."""
         self._write_keyed("UPDATE groups SET location = '', kinds = ? WHERE op", (NO_KINDS,), ops)
         self._write_keyed("DELETE FROM facts WHERE op", (), ops)
 

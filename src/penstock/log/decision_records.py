@@ -75,10 +75,12 @@ class DropGroup(_Record, frozen=True, tag="drop"):
 
 
 class Lose(_Record, frozen=True, tag="lose"):
-    """Groups are dropped because their frames cannot be read any longer."""
+    """Groups that wait for training are dropped: their frames cannot be read, or no sample fits `seq_len`."""
 
     groups: dict[int, str]
-    """Op of the group -> reason."""
+    """Op of the group -> what happened."""
+    reason: str = "lost"
+    """The reason that the ledger counts them under."""
 
 
 class Shorten(_Record, frozen=True, tag="shorten"):
@@ -112,7 +114,7 @@ class ForgetReports(_Record, frozen=True, tag="forget reports"):
 
 
 class Awaited(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a group waits for."""
+    """The columns that a group waits for, and what to compute when it has them."""
 
     columns: dict[str, tuple[int, ...]]
     """Column -> the samples that lack it, by position."""
@@ -155,7 +157,7 @@ class AdmitGroup(_Record, frozen=True, tag="admit group"):
     group: int
     """Its op."""
     kinds: tuple[tuple[str, str], ...] = ()
-    """What it asks of the other groups in its step, now that it has its columns."""
+    """What all groups of its step must have in common with it, now that it has its columns."""
     reason: str = ""
     """Why it is dropped; empty: it enters its table."""
     overdue: bool = False
@@ -168,7 +170,7 @@ class HandOut(_Record, frozen=True, tag="hand out"):
     kind: str
     """"prompt" or "column"."""
     keys: tuple[str, ...]
-    """What is leased, in the words of its kind."""
+    """What is leased: tasks, or columns of groups."""
     worker: str
     """The process that works on it."""
     lease_s: float
@@ -184,7 +186,7 @@ class ReturnLeases(_Record, frozen=True, tag="return leases"):
     reason: str = ""
     """Why the work failed. Empty if the process ended or stopped, which says nothing about the work."""
     expired: bool = False
-    """Whether they ran out, so that their process is probably dead."""
+    """Whether they ran out. Then their process is probably dead."""
 
 
 class OpenList(_Record, frozen=True, tag="open list"):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.atomic import read_small
 from penstock.errors import ConfigError, Conflict, CorruptFile, PenstockError
 from penstock.log.decision_log import Log, LogReader
 from penstock.log.run_folder import LOG
@@ -19,6 +20,8 @@ from penstock.log.sqlite_log import SqliteLog
 from penstock.log.sqlite_reader import reading_sqlite
 
 URL = "log.url"
+PLANE = "plane"
+"""The folder of a run's plane, in the layout of `penstock demo` and `penstock train`."""
 
 
 def is_run(folder: str | Path) -> bool:
@@ -26,10 +29,15 @@ def is_run(folder: str | Path) -> bool:
     return (Path(folder) / LOG).is_file() or (Path(folder) / URL).is_file()
 
 
+def plane_of(folder: Path) -> Path | None:
+    """Return the folder of a run's plane, the run's own or `plane` inside it; None if there is none."""
+    return next((path for path in (folder, folder / PLANE) if is_run(path)), None)
+
+
 def url_of(folder: str | Path) -> str:
     """Return the address of a run's log if it is in a database, else ""."""
     try:
-        return (Path(folder) / URL).read_text(encoding="utf-8").strip()
+        return read_small(Path(folder) / URL).decode().strip()
     except (FileNotFoundError, NotADirectoryError):
         return ""
 
@@ -44,12 +52,12 @@ _ODD = (
     RecursionError,
     msgspec.MsgspecError,
 )
-"""What reading values raises that no plane writes: a number that is text, bytes that are no record, a step too many."""
+"""Errors that reading raises for values that no plane writes, such as text for a number, or bytes of no record."""
 
 
 @contextmanager
 def as_corrupt(where: str | Path) -> Iterator[None]:
-    """Raise CorruptFile if a log holds values that no plane writes: it may be of a stranger, or damaged."""
+    """Raise CorruptFile if a log holds values that no plane writes: a stranger may have made it, or it is damaged."""
     try:
         yield
     except (PenstockError, OSError):
@@ -57,7 +65,7 @@ def as_corrupt(where: str | Path) -> Iterator[None]:
     except _ODD as error:
         found = f"{type(error).__name__}: {str(error)[:300]}"
         raise CorruptFile(
-            f"{where}: no plane writes what its log holds: {found}; restore the run from a copy"
+            f"{where}: its log holds values that no plane writes: {found}; restore the run from a copy"
         ) from error
 
 

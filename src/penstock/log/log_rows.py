@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 class State(IntEnum):
-    """Where a group is. Steps use SCHEDULED, DELIVERED and COMMITTED."""
+    """The state of a group. Steps use SCHEDULED, DELIVERED and COMMITTED."""
 
     HELD = 0
     SCHEDULED = 1
@@ -46,7 +46,7 @@ def state_of(number: object) -> State:
     """Return the state that a log has as a number. Raises CorruptFile if there is none."""
     if isinstance(number, int) and 0 <= number < len(STATES):
         return STATES[number]
-    raise CorruptFile(f"log: a group or step has state {number!r:.40}; from 0 to {len(STATES) - 1} are known")
+    raise CorruptFile(f"log: a group or step has state {number!r:.40}; states 0 to {len(STATES) - 1} are known")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,8 @@ class SegmentRow:
     sealed_at: float = 0.0
     """Unix time; 0 while frames may still be accepted from it."""
     clean: bool = False
-    """Whether every frame in it was accepted when it was sealed, so that it holds nothing the log does not know."""
+    """Whether every frame in it had been accepted when it was sealed. Then it holds nothing that the log does not know.
+    """
 
 
 # ------------------------------------------------------------------ groups
@@ -92,7 +93,7 @@ def _kinds(data: bytes) -> tuple[tuple[str, str], ...]:
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """What the plane decides with: one accepted group. Its metadata is in a table beside it, its frame in storage."""
+    """One accepted group, as the plane decides with it. Its metadata is in another table, its frame in storage."""
 
     op: Annotated[int, Column("int")]
     """Number of the decision that accepted it: groups sort by arrival."""
@@ -195,7 +196,7 @@ MAX_SHOWN = 256
 
 
 class Summary(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What an event shows of a group beside its row. Arrays are little-endian bytes, one number per sample."""
+    """The part of an event that is not in its group's row. Arrays are little-endian bytes, one number per sample."""
 
     env: str = ""
     tenant: str = ""

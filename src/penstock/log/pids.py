@@ -1,4 +1,4 @@
-"""Whether a process of this machine lives, by its pid. A pid means something within one boot and one pid namespace."""
+"""Checks whether a process of this machine is alive, by its pid. A pid is valid in one boot and one pid namespace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_alive(pid: int) -> bool:
 
 
 def pid_space() -> str:
-    """Name the machine's boot and this process's pid namespace; empty where the system does not tell."""
+    """Return a name for the machine's boot and this process's pid namespace, or "" if the system does not tell."""
     try:
         return f"{_BOOT.read_text().strip()} {_NAMESPACE.readlink()}"
     except OSError:

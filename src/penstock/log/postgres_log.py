@@ -135,8 +135,8 @@ class PostgresLog(Log):
     def _take_over(self, connection: Connection, *, take_over: bool) -> None:
         """Begin a new epoch. From now on earlier planes can write nothing."""
         self._make_tables(connection)
-        # The advisory lock only says that a plane is at work. What fences is the epoch: sessions die late and poolers
-        # lose locks, but no commit passes `begin_commit` with an old epoch.
+        # The advisory lock only says that a plane is at work. Fencing relies on the epoch: sessions die late and
+        # poolers lose locks, but no commit passes `begin_commit` with an old epoch.
         is_free = self._try_lock(connection)
         found = self._owner(connection)
         if not is_free and not take_over:
@@ -236,7 +236,7 @@ class PostgresLog(Log):
             connection.execute(query).fetchall()
         except psycopg.errors.InsufficientPrivilege as error:
             holder = "unknown" if found is None else found.holder
-            logger.warning("%s: the session of %s is not ended: %s", self.where, holder, first_line(error))
+            logger.warning("%s: the session of %s could not be ended: %s", self.where, holder, first_line(error))
 
     @property
     def _key(self) -> int:

@@ -1,4 +1,4 @@
-"""The tables of a log in PostgreSQL: those of SQLite, and one row that says which plane owns the run.
+"""The tables of a log in PostgreSQL: the same as in SQLite, and one with a single row that names the run's owner.
 
 Text is compared by its bytes (collation "C"), as in SQLite.
 """

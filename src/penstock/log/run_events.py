@@ -1,4 +1,4 @@
-"""What happened to a run's processes: planes that start and end, trainers that join. Noted in the log for its readers.
+"""Events of a run's processes: planes that start and end, trainers that join. Noted in the log for its readers.
 
 Decisions have numbers and no times, and none of them says that a plane was killed. So a plane notes the few moments a
 reader wants to see beside the steps. No decision depends on them.
@@ -90,7 +90,7 @@ def _known(log: LogReader) -> list[RunEvent]:
     try:
         return run_events_of(log)
     except CorruptFile as error:
-        logger.warning("a new list of events is begun: %s", error)
+        logger.warning("started a new list of events: %s", error)
         return []
 
 

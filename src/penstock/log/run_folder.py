@@ -1,4 +1,4 @@
-"""What a plane keeps in the run's folder beside the log: the lock, the witness and the reserve.
+"""The files in a run's folder beside the log: the lock, the witness and the reserve.
 
 The lock: one process owns a folder, until it closes the lock or ends, however it ends. A lock of `flock` lives as long
 as any process has its file open, so a forked child would keep it. A child closes the file as soon as it runs, in case
@@ -31,6 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.atomic import read_small
 from penstock.errors import Conflict, CorruptFile, DiskFull, StorageError
 
 logger = logging.getLogger("penstock.disk")
@@ -39,6 +40,7 @@ logger = logging.getLogger("penstock.disk")
 
 _LOCK = "lock"
 _LOOK_S = 0.05
+"""Interval of the check whether another process has let go of a folder."""
 _open: set[int] = set()
 _registered: list[bool] = []
 
@@ -57,7 +59,7 @@ def own(folder: Path, what: str = "plane") -> int:
         if holder == _me():
             raise LogInUse(
                 f"{folder}: this process has it open already; call close() on that {what} and on its sources first, "
-                "or open them in `with`; one that was not closed keeps it open"
+                "or open them in `with`; one that a variable still names keeps it open"
             )
         raise LogInUse(f"{folder}: another {what} has it open (process {holder}); stop it or use another folder")
     os.ftruncate(descriptor, 0)
@@ -109,7 +111,7 @@ def _me() -> str:
 
 
 def _close_in_children(descriptor: int) -> None:
-    """Have children that are forked from now on close the file at once."""
+    """Make children that are forked from now on close the file at once."""
     if not _registered:
         _registered.append(True)
         os.register_at_fork(after_in_child=_close_all)
@@ -174,10 +176,12 @@ class Witness:
 
 
 def read_witness(folder: Path) -> Seen | None:
-    """Read the witness of a folder. Returns None if there is none, or a power cut tore it."""
+    """Read the witness of a folder. Returns None if the file is missing, is no witness, or was torn by a power cut."""
     try:
-        line = (folder / WITNESS).read_bytes()[:256]
-    except FileNotFoundError:
+        line = read_small(folder / WITNESS, 256)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EINVAL, errno.EFBIG):
+            raise
         return None
     fields = line.decode("ascii", "replace").split()
     # Writing the line again from what was parsed checks everything at once: kind, padding and checksum.
@@ -229,8 +233,8 @@ def _line(run_id: str, commits: int) -> bytes:
 # ---------------------------------------------------------------------------------------------------------- the reserve
 
 RESERVE = "reserve"
-_LOOK_S = 1.0
-"""Interval of the check whether somebody else deleted the reserve."""
+_RESTORE_S = 1.0
+"""Interval of the check whether another process deleted the reserve."""
 _FREES_NOTHING = (
     'this run keeps everything (retain="all") and frees nothing: make room, raise max_disk_bytes, or let it forget '
     "what was trained with `penstock storage forget`"
@@ -247,7 +251,7 @@ class Disk:
         """When to look again whether the reserve is there: every put asks, and only this process deletes it."""
         self.reserve_bytes = reserve_bytes
         self.keeps_all = False
-        """Whether the run frees nothing (`retain="all"`), so that training makes no room."""
+        """Whether the run frees nothing (`retain="all"`). Then training makes no room."""
         if folder is not None:
             # On a small volume 64 MiB would be most of it: reserve at most an eighth.
             volume = os.statvfs(folder)
@@ -276,7 +280,7 @@ class Disk:
             return True
         if not self._path.exists() and not self._make(self._path):
             return False
-        self._look_at = now + _LOOK_S
+        self._look_at = now + _RESTORE_S
         return True
 
     def _make(self, path: Path) -> bool:

@@ -32,7 +32,7 @@ of processor time more."""
 TIDY_BYTES = 16 << 20
 """Bytes written to the write-ahead log before a checkpoint is due."""
 _COMMIT_PAGES = 5
-"""What a commit writes beside metadata and plans."""
+"""Pages that a commit writes beside metadata and plans."""
 _EPOCH = "SELECT value FROM meta WHERE name = 'epoch'"
 _COUNT = "UPDATE meta SET value = ? WHERE name = 'commits'"
 _LOOKED_UP = 32
@@ -42,7 +42,7 @@ TYPES = {"int": "INTEGER", "small": "INTEGER", "real": "REAL", "text": "TEXT", "
 
 
 def _create(table: str) -> str:
-    # Where the key is text, the table itself is ordered by it. An integer key is SQLite's own row number.
+    # If the key is text, the table itself is ordered by it. An integer key is SQLite's own row number.
     end = " WITHOUT ROWID" if next(iter(TABLES[table].values())) == "text" else ""
     return f"CREATE TABLE IF NOT EXISTS {table} ({definitions(table, TYPES)}){end};"
 

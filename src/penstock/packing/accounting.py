@@ -1,4 +1,4 @@
-"""What a step counts: the denominators of its loss, and the accounts of every token, sample and micro-batch.
+"""The counts of a step: the denominators of its loss, and the accounts of every token, sample and micro-batch.
 
 **Denominators** are what a loss is divided by, counted over all ranks and all micro-batches. A loss averaged per
 micro-batch or per rank changes with the packing. Summed and divided by these numbers it does not: any cap, any number
@@ -97,7 +97,7 @@ def _counted(metadata: SampleMetadata, rows: NDArray[np.intp]) -> Denominators:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What one rank computes in a step, or all ranks together."""
+    """Counts of what one rank computes in a step, or all ranks together."""
 
     tokens: int = 0
     """Of samples."""
@@ -157,7 +157,7 @@ class Accounting:
     step_cost: float
     """Sum over rows of the costliest micro-batch: how long the step takes."""
     lower_bound: float
-    """What no packing of these samples could go below."""
+    """The least step cost that any packing of these samples could have."""
     bound_by_longest_sample: bool
     """Whether single samples keep the other ranks waiting, however they are packed."""
     path_tokens: int

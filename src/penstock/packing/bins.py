@@ -33,7 +33,7 @@ CLOSE_ENOUGH = 2e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caps:
-    """What one micro-batch may hold."""
+    """The limits of one micro-batch."""
 
     tokens: int
     samples: int
@@ -42,7 +42,7 @@ class Caps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Items:
-    """What is packed: as arrays for sorting, and as plain lists for filling bins one item at a time."""
+    """The samples to pack: as arrays for sorting, and as plain lists for filling bins one item at a time."""
 
     lengths: list[int]
     patches: list[int]

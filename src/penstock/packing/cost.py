@@ -2,8 +2,7 @@
 
     cost = overhead + per_token * tokens + per_token_squared * sum(n_i ** 2) + per_patch * patches
 
-With trees a token that samples share counts once, and a sample that shares its first s of n tokens adds n ** 2 - s **
-2.
+With trees a token that samples share counts once. A sample of n tokens that shares its first s adds n ** 2 - s ** 2.
 
 Attention is quadratic in the length of a sample, not of the micro-batch, so two micro-batches with equal tokens may
 differ much in cost. A wrong constant costs little (1 to 7 % if planned with half or twice the right one). Ignoring

@@ -48,13 +48,13 @@ LONG_ENOUGH = 128
 ALIGNMENT = 64
 """Columns start at multiples of this many bytes: a cache line."""
 BORROWED = ("token_ids", "mm_token_type_ids")
-"""What a dummy borrows from a sample; everything else in it is padding."""
+"""Columns that a dummy borrows from a sample. Its other columns are padding."""
 PADDING = -1
 """The sample number of a padding segment."""
 
 
 class _Layout:
-    """Where everything lies when the micro-batches of a rank plan are laid end to end."""
+    """The positions of tokens and segments when the micro-batches of a rank plan are laid end to end."""
 
     def __init__(self, samples: Samples, rank_plan: RankPlan, take: Callable[[int], NDArray[np.uint8]]) -> None:
         """`take` allocates memory of a given size."""
@@ -113,7 +113,7 @@ def fill(
     """
     if len(rank_plan.order) and int(rank_plan.order.max()) >= len(samples):
         raise InvalidInput(
-            f"samples: {len(samples)} given, the rank_plan uses number {int(rank_plan.order.max())}; "
+            f"samples: {len(samples)} given, the rank plan uses number {int(rank_plan.order.max())}; "
             "pass those it was planned for, or rank_plan.relative() with samples.take(rank_plan.needs)"
         )
     cut_short = rank_plan.cuts > samples.lengths[rank_plan.order]
@@ -168,7 +168,7 @@ def _dtypes(rank_plan: RankPlan) -> dict[str, np.dtype[Any]]:
 
 
 def _is_flat(column: Column) -> bool:
-    """Return whether a column has one value per token, so that its memory is known in advance."""
+    """Return whether a column has one value per token. Then its memory is known in advance."""
     return not column.trailing and not column.ragged
 
 

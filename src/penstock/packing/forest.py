@@ -120,7 +120,7 @@ class Forest:
 
     @property
     def digested(self) -> dict[str, Cells]:
-        """What a digest covers: the columns and the places of the samples. All else follows from these."""
+        """The arrays that a digest covers: the columns and the places of the samples. All else follows from these."""
         return {**{f"forest.{name}": cells for name, cells in self.columns.items()}, "forest.index": self.index}
 
     def mask(self) -> NDArray[np.bool_]:
@@ -288,7 +288,7 @@ def _check_shared(token_ids: Array, offsets: NDArray[np.int64], shared: NDArray[
 def _from_samples(
     samples: Samples, name: str, rows: NDArray[np.intp], lengths: NDArray[np.int64], shared: NDArray[Any]
 ) -> Sequence[Array]:
-    """Return a column that the micro-batch itself lacks, straight from the samples, which all have it or none."""
+    """Return a column that the micro-batch itself lacks, straight from the samples. Either all have it or none has."""
     column = samples.columns.get(name)
     if column is None or not column.lengths[rows].any():
         return []

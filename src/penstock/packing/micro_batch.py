@@ -197,7 +197,7 @@ class MicroBatch:
         arrays: Mapping[str, Cells] = {
             **self.columns,
             "sequence_lengths": self.sequence_lengths,
-            # Where each sample was cut in earlier versions, so that their digests are those of today.
+            # Earlier versions recorded here where each sample was cut. Zeros keep digests the same.
             "source_offsets": np.zeros(len(self.segments), np.int64),
         }
         if self.forest is not None:
@@ -206,14 +206,8 @@ class MicroBatch:
             for array in arrays_in(cells):
                 state.update(f"{name}:{array.dtype.str}:{array.shape};".encode())
                 state.update(np.ascontiguousarray(array).data)
-        metadata = (
-            self.segments.ids,
-            self.run,
-            self.modality,
-            self.is_dummy,
-            [(i.hash, i.offset) for i in self.images],
-        )
-        state.update(repr(metadata).encode())
+        images = [(image.hash, image.offset) for image in self.images]
+        state.update(repr((self.segments.ids, self.run, self.modality, self.is_dummy, images)).encode())
         return state.hexdigest()
 
     def __repr__(self) -> str:

@@ -49,7 +49,7 @@ class RankPlan:
     shared: NDArray[np.int32]
     """[segments] how many first tokens it shares with the segment before it in its micro-batch: computed once."""
     shapes: dict[str, Shape]
-    """dtype and trailing dimensions of the columns that have some, for micro-batches whose samples lack them."""
+    """dtype and trailing dimensions of shaped columns, for micro-batches whose samples lack the column."""
     own: Own
     """Declarations of columns that are not in the table."""
     pad_id: int
@@ -157,7 +157,7 @@ class RankPlan:
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise CorruptFrame(f"rank plan: {error}; the sender and this reader disagree, or bytes were lost") from None
         _check(rank_plan, wire.version)
-        _check_metadata(rank_plan, max_tokens)
+        _check_fields(rank_plan, max_tokens)
         _check_shapes(rank_plan, max_bytes)
         return rank_plan
 
@@ -236,7 +236,7 @@ def _check_shared(rank_plan: RankPlan) -> None:
         raise CorruptFrame("rank plan: segments share more tokens than they have; bytes were altered")
 
 
-def _check_metadata(rank_plan: RankPlan, max_tokens: int) -> None:
+def _check_fields(rank_plan: RankPlan, max_tokens: int) -> None:
     """Check what is not an array: known columns, a valid pad id, accounts of this rank, a bounded size."""
     names, tokens = rank_plan.columns, int(max(rank_plan.padded.sum(dtype=np.int64), rank_plan.laid.sum()))
     needed = {"token_ids", "loss_mask"} if len(rank_plan) else set()  # a step without samples has no columns

@@ -71,7 +71,7 @@ def level_rows(forced: Sequence[float] | NDArray[np.float64], total: float) -> l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """What no packing of these samples under these caps on these ranks can go below."""
+    """Lower bounds for any packing of these samples under these caps on these ranks."""
 
     cost: float
     """Lower bound on the sum over rows of the costliest micro-batch, without overhead."""

@@ -77,7 +77,7 @@ class _Attempt:
     cost: float
     """Sum of the costliest bin of each row."""
     level: float
-    """What that sum would be if every row reached its target."""
+    """That sum if every row reached its target."""
     fits: bool
     """Whether the caps left room to spread; if not, more rows are worth trying."""
 
@@ -159,7 +159,7 @@ def _key_numbers(keys: Sequence[_Key], count: int) -> list[int]:
 def _attempt(
     problem: _Problem, least: Sequence[int], count: int, fewest_bins: Sequence[list[Bin]] | None
 ) -> _Attempt | None:
-    """Build `count` rows. A key that cannot be spread falls back to its fewest bins, or to None if there are none."""
+    """Build `count` rows. A key that cannot be spread gets its `fewest_bins`; without these, returns None."""
     items, keys, ranks = problem.items, problem.keys, problem.ranks
     numbers = _bin_counts(keys, least, count * ranks)
     targets, level = _targets(items, keys, numbers, ranks)

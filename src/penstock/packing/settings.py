@@ -42,7 +42,7 @@ class Modalities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedImages:
-    """What the trainer declares about its model, so that samples with images may share a micro-batch.
+    """Declarations about the model that allow samples with images to share a micro-batch.
 
     A model that infers sample boundaries from positions, or attends over the full row, trains one sample on its
     neighbour's image without any error. So a sample with images is alone in its micro-batch unless everything that
@@ -168,7 +168,7 @@ class Packing:
 
     @property
     def caps(self) -> Caps:
-        """What the samples of a micro-batch may add up to, so that the padded micro-batch stays within the cap."""
+        """Limits on the samples of a micro-batch that keep the padded micro-batch within the cap."""
         return Caps(
             tokens=self.cap // self.pad_to_multiple_of * self.pad_to_multiple_of,
             samples=self.max_samples or UNLIMITED,

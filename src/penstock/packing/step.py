@@ -101,7 +101,7 @@ class RankStep(StepOfRank):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PackedStep:
-    """What all ranks train between two optimizer updates, packed here: `pack` returns it."""
+    """A step that was packed here, for all ranks: `pack` returns it."""
 
     plan: Plan
     ranks: tuple[RankStep, ...]
@@ -177,7 +177,7 @@ pack.__signature__ = LateSignature(pack, _settings)  # type: ignore[attr-defined
 
 
 def pack_with(packing: Packing, samples: Samples | Sequence[Sample]) -> PackedStep:
-    """Do what `pack` does, with settings that were built and checked before."""
+    """`pack` with settings that were built and checked before."""
     from penstock.frames import find_node_prefixes
     from penstock.packing.planning import plan
 

@@ -95,7 +95,7 @@ class Trees:
         return [listed[a:b] for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)], tokens, patches
 
     def bound(self, items: Items, keys: Sequence[NDArray[np.intp]], packing: Packing, plain: Bound) -> Bound:
-        """Return what no packing goes below: every token once, evenly over the ranks, or the costliest sample alone."""
+        """Return a lower bound for any packing: every token once, evenly over ranks, or the costliest sample alone."""
         bins, shared, patches = self.common([ids.tolist() for ids in keys])
         if not shared.any():
             return plain

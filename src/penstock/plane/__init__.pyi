@@ -15,6 +15,7 @@ from penstock.plane.opening import note_listening as note_listening
 from penstock.plane.opening import open_log as open_log
 from penstock.plane.opening import run_folder as run_folder
 from penstock.plane.opening import storage_of as storage_of
+from penstock.plane.pipeline import fitting as fitting
 from penstock.plane.remembered import SETTINGS as SETTINGS
 from penstock.plane.segments import OWN as OWN
 from penstock.plane.settings import CLUSTER_TIMEOUTS as CLUSTER_TIMEOUTS

@@ -1,4 +1,4 @@
-"""Accept groups: is the group known, is there room, and is it accepted once its frame is checked and stored?
+"""Accept groups: recognise repeated puts, check for room, and record groups whose frames are checked and stored.
 
 Room is checked before the frame is read, so a rejected put costs almost nothing. Accepted groups are written to the log
 before any producer is answered, many groups with one sync.
@@ -63,7 +63,7 @@ class Outcome:
     over_length: OverLength = NONE
     """What was truncated or dropped of its samples."""
     late: bool = False
-    """Its task was completed by another group, which was accepted before. This one is not kept."""
+    """Another group completed its task first. This one is not kept."""
 
 
 class Arrivals:
@@ -72,9 +72,9 @@ class Arrivals:
     def __init__(self) -> None:
         self.groups: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
-        """By table, without evaluation groups, which wait in none."""
+        """Both by table. Evaluation groups wait in no table, so they are not counted here."""
         self.num_bytes = 0
-        """Of all of them, evaluation groups included: these take room on the disk too."""
+        """Bytes of all offered groups. Evaluation groups take room on the disk too."""
         self._all: dict[str, Incoming] = {}
 
     def get(self, group: str) -> Incoming | None:
@@ -141,8 +141,8 @@ class Acceptance:
         return None if known is None else known == digest and not log.is_evaluation(group)
 
     def digest_of(self, group: str, digest: bytes) -> bytes | None:
-        """Return the digest of a group's frame. That is `digest` if the group was put with it and has another frame by
-        now, because it got late columns."""
+        """Return the digest of a group's frame, or None. A group that got late columns has a new frame: if it was put
+        with `digest`, return that."""
         log = self._recorder.log
         known = log.digest_of(group)
         if known is not None and known != digest and log.is_discarded(put_key(group, digest)):
@@ -150,7 +150,7 @@ class Acceptance:
         return known
 
     def states_of(self, groups: Sequence[str]) -> list[tuple[str, str]]:
-        """Return state and reason of groups, in the ledger's words. ("unknown", "") for one that was not accepted."""
+        """Return the state and reason of each group, in the ledger's words; ("unknown", "") if it was not accepted."""
         log, state = self._recorder.log, self._recorder.state
         self.look_up(groups)
         recorded = log.states_of([group for group in groups if 0 < len(group) <= MAX_ID])
@@ -284,7 +284,7 @@ class Acceptance:
             self._recorder.decide(ReturnLeases(leases=(lease,), reason=ACCEPTED_BEFORE))
 
     def _late(self, group: Incoming) -> Outcome:
-        """Answer the second group of a task. It does no harm: its process was slow, not wrong."""
+        """Answer the second group of a task. This is no error: its worker was slow."""
         self._recorder.counts["tasks_late"] += 1
         if self._recorder.log.digest_of(group.id) is not None:
             self._close_task(group.id)
@@ -531,7 +531,7 @@ def _first_state(group: Incoming) -> State:
 
 
 def _before(groups: Sequence[Incoming], epoch: int) -> list[Record]:
-    """Return the decisions that say how these groups are accepted: priorities other than 1, and what some wait for."""
+    """Return the decisions to record before these groups: priorities other than 1, and columns that some wait for."""
     if all(group.priority == 1.0 and group.awaited is None for group in groups):  # the usual case
         return []
     trained = [group for group in groups if not group.is_evaluation]
@@ -582,7 +582,7 @@ def _outcomes(group: Incoming, *, stale: bool = False) -> list[Outcome]:
 
 
 def put_key(group: str, digest: bytes) -> str:
-    """Return the key under which the log remembers the frame that a group was put with, once it has another one."""
+    """Return the key by which the log recognises a repeated put after late columns gave the group another frame."""
     return f"put: {digest.hex()} {group}"
 
 

@@ -1,8 +1,8 @@
 """Leases groups that lack a column to scoring workers, with what they must read to score them.
 
-A worker that asks while no group lacks the column is answered when one does, or after a heartbeat without any, and asks
-again. Hand-outs are written with the other leases of the turn. A worker that cannot read storage gets the samples with
-the answer, gathered on a worker thread.
+If no group lacks the column, the answer waits for one, at most for a heartbeat; then the worker asks again. Hand-outs
+are written with the other leases of the turn. A worker that cannot read storage gets the samples with the answer,
+gathered on a worker thread.
 
 If a group cannot be read, the plane reads its frame. A group whose frame is damaged or gone is dropped as lost: it
 could never get its column.
@@ -45,7 +45,7 @@ from penstock.storage import DamagedFrame, Pick, gather_picks
 logger = logging.getLogger("penstock.plane")
 Ticket: TypeAlias = tuple[Peer, int]
 _REMEMBERED = 1024
-"""Answers whose leases are remembered, for a worker whose answer was lost."""
+"""Answers that are remembered: if one is lost, its worker asks again and gets the same leases."""
 
 
 class _Wanted(NamedTuple):
@@ -120,7 +120,7 @@ class ColumnLeases:
                 lose(self._engine, {op: why for op, why in bad.items() if op in self._engine.state.late.waiting})
         if not self._waiting:
             return
-        # An iterator for each column that is asked for: what one worker takes is not offered to the next.
+        # One iterator per column, shared by all workers: what one takes is not offered to the next.
         free: dict[str, Iterator[int]] = {}
         for ticket, wanted in list(self._waiting.items()):
             message = wanted.message
@@ -203,7 +203,7 @@ class ColumnLeases:
     def _looked(self, op: int, location: str, result: CorruptFrame | Exception | None) -> None:
         self._looking.discard(op)
         row = self._engine.state.rows.get(op)
-        # A group that got late columns meanwhile has another frame, and this one is deleted.
+        # If the group got late columns meanwhile, it has another frame, and the one that was read is deleted.
         if isinstance(result, CorruptFrame) and row is not None and row.location == location:
             logger.warning("group %r, which waits for columns: %s; dropped as lost", row.id, result)
             self._bad[op] = str(result)

@@ -1,6 +1,7 @@
 """Connect the protocol's state machines to the engine: build them from the settings, carry out their effects.
 
-Effects are carried out in order. One that needs the disk waits until there is room, and so do all behind it.
+Effects are carried out in order. One that needs the disk waits until there is room, and later ones wait behind it.
+Only a batch of nothing but messages does not wait.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from penstock.storage import KeptStorage, address_of
 
 logger = logging.getLogger("penstock.plane")
 _LEASES = (Renew, LeaseTasks)
-"""Requests of workers that wait, or are at work, for long."""
+"""Requests of workers. They get a heartbeat while the log does not answer."""
 
 
 class EffectRunner:

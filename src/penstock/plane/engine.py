@@ -2,10 +2,10 @@
 
 Nothing here waits, sends, reads a clock or opens a frame. A decision is written to the log before it changes memory and
 before any client is answered. Two decisions take two calls, because the work between them depends on the size of the
-data and runs on worker threads (`intake`, `step_builder`):
+data and runs on worker threads (`intake`, `step_builder`). Groups are accepted by `acceptance`:
 
-    offer   is there room, is it known?    then the frame is checked and stored         arrive and flush: accepted
-    draw    which groups make the step?    then the step is planned from metadata       record: planned, durable
+    offer       is there room, is it known?    the frame is checked and stored      arrive and flush: accepted
+    draw_step   which groups make the step?    the step is planned from metadata    record: planned, durable
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Engine:
         self.recorder.decide(Discard(reason=reason, samples=samples, key=key), event)
         self.acceptance.filtered_in_a_row[reason] += 1
 
-    # -------------------------------------------------------------- runs
+    # -------------------------------------------------------------- tenants
 
     def share(self, tenant: str, weight: float) -> None:
         """Set the weight of a tenant. Admits a new tenant, or an evicted one again."""
@@ -218,8 +218,8 @@ class Engine:
     def tenants(self) -> dict[str, dict[str, Any]]:
         """Return the state of each tenant, evicted ones included."""
         return {
-            tenant: metadata | {"held_bytes": self.state.bytes_of[tenant]}
-            for tenant, metadata in self.tenant_tables.report().items()
+            tenant: found | {"held_bytes": self.state.bytes_of[tenant]}
+            for tenant, found in self.tenant_tables.report().items()
         }
 
     # -------------------------------------------------------------- steps out
@@ -262,6 +262,7 @@ class Engine:
             summaries=planned.summaries,
             oldest_version=drawn.oldest_version,
             masked=planned.masked,
+            names_clash=planned.names_clash,
         )
         with self.log.transaction():
             self.log.add_step(drawn.step, drawn.op, msgspec.msgpack.encode(manifest))
@@ -375,7 +376,7 @@ class Engine:
 
     def settle(self, group: str, *, drop: bool) -> None:
         """Drop a group in quarantine, or release it to wait for training again."""
-        row = self._set_aside(group)
+        row = self._quarantined_row(group)
         if not drop and not self.tenant_tables.table(row.run).may_insert(ahead=self.acceptance.ahead(row.run)):
             raise Overloaded(f"release of group {group!r}: its table is full; try again later", retry_after_s=1.0)
         self.recorder.decide(DropGroup(op=row.op) if drop else ReleaseGroup(op=row.op))
@@ -385,7 +386,7 @@ class Engine:
         rows = list(self.state.quarantined.values())[-most:]
         return [{"id": row.id, "run": row.run, "samples": row.samples, "reason": row.reason} for row in rows]
 
-    def _set_aside(self, group: str) -> GroupRow:
+    def _quarantined_row(self, group: str) -> GroupRow:
         found = next((row for row in self.state.quarantined.values() if row.id == group), None)
         if found is None:
             known = ", ".join(repr(row.id) for row in list(self.state.quarantined.values())[:5]) or "none"
@@ -413,11 +414,23 @@ class Engine:
             records.append(Prioritize(priorities=self.state.reports.waiting[step], step=step))
         if policy_version is not None and self.policy_version < policy_version <= MAX_VERSION:
             records.append(Advance(policy_version=policy_version))
+            self._warn_of_leap(step, policy_version - self.policy_version)
         rows = self._rows(step)
         self._begin_at(step + 1, {"next_step": step + 1}, records)
         self.recorder.on_stage("committed", rows, step)
         self.acceptance.full.clear()
         self._save_now_and_then()
+
+    def _warn_of_leap(self, step: int, versions: int) -> None:
+        """Log that steps were drawn for fewer versions than a commit publishes. Further ones are drawn for as many."""
+        further = versions - self.state.versions_per_commit
+        bounds = (self.settings.replay.max_staleness, self.settings.max_token_staleness)
+        if further > 0 and self.last_step > step and bounds != (None, None):
+            logger.warning(
+                "the commit of step %d published %d versions; steps up to %d are drawn and may be trained %d versions "
+                "staler than the bound",
+                *(step, versions, self.last_step, further),
+            )
 
     def _begin_at(
         self, step: int, meta: Mapping[str, int | str], records: Sequence[Record], *, resend: bool = False
@@ -436,8 +449,8 @@ class Engine:
     def _save_now_and_then(self) -> None:
         """Write a snapshot of memory once `snapshot_every` decisions were made since the last one.
 
-        With more groups held than that, once as many were made as groups are held: a snapshot costs as much as it
-        holds, so its cost per decision stays constant."""
+        While more groups than that are held, waits for as many decisions as there are groups: a snapshot's cost grows
+        with its groups, so its cost per decision stays constant."""
         if self.state.is_drawing or self.state.op - self.recorder.saved_op < max(
             self.settings.snapshot_every, len(self.state.rows)
         ):
@@ -464,8 +477,8 @@ class Engine:
         session before failed.
 
         Returns a note if that rewinds or skips steps, or "". A commit does not wait for its answer, so a checkpoint may
-        be ahead of the log: it is believed up to one above the last step that all ranks had. Steps planned before this
-        plane started may have been delivered without that being on disk.
+        be ahead of the log. It is accepted up to one above the last step that all ranks had. Steps planned before this
+        plane started count as had, because the note of a delivery may not have reached the disk.
         """
         last = self._last_delivered = max(self._last_delivered, self.next_step - 1)
         if step > last + 1:
@@ -510,18 +523,20 @@ def too_early(settings: PlaneSettings, state: PlaneState, step: int) -> str:
 
     A rank that prefetches asks for step k + 1 while it trains step k. Committing step k publishes a version, so groups
     drawn now are one version older when they are trained. With max_staleness 1 and version 5 published: a group of
-    version 4 is fresh enough for the next step (5 - 4 = 1), but not for the one after it (6 - 4 = 2)."""
-    most, ahead = settings.replay.max_staleness, step - state.next_step
-    tokens = settings.max_token_staleness
-    if tokens is not None and ahead > tokens:
+    version 4 is fresh enough for the next step (5 - 4 = 1), but not for the one after it (6 - 4 = 2). A trainer whose
+    commits published two versions each is expected to go on so: then it is 7 - 4 = 3."""
+    most, tokens = settings.replay.max_staleness, settings.max_token_staleness
+    newer = _versions_until(state, step)
+    if tokens is not None and newer > tokens:
+        first = step - 1 - tokens // state.versions_per_commit
         return (
-            f"step {step - ahead + tokens} to be committed: max_token_staleness {tokens} would leave even tokens of "
-            f"the published version {state.policy_version} out of step {step} if it was drawn now"
+            f"step {first} to be committed: max_token_staleness {tokens} would leave even tokens of the "
+            f"published version {state.policy_version} out of step {step} if it was drawn now"
         )
-    if most is None or ahead <= 0:
+    if most is None or newer <= 0:
         return ""
     oldest = state.tenant_tables.oldest_version()  # scans all held groups, so only after the cheap tests
-    if oldest is None or state.policy_version + ahead - oldest <= most:
+    if oldest is None or state.policy_version + newer - oldest <= most:
         return ""
     return (
         f"step {step - 1} to be committed: groups of policy version {oldest} would be staler than max_staleness {most} "
@@ -529,12 +544,15 @@ def too_early(settings: PlaneSettings, state: PlaneState, step: int) -> str:
     )
 
 
+def _versions_until(state: PlaneState, step: int) -> int:
+    """Return how many versions will be published before a step is trained: by the commits of the steps before it."""
+    return max(0, step - state.next_step) * state.versions_per_commit
+
+
 def oldest_token_version(settings: PlaneSettings, state: PlaneState, step: int) -> int:
     """Return the oldest policy version whose tokens a step trains; 0: any.
 
-    A step that is drawn ahead is trained after the steps before it are committed, and each commit counts as a version,
-    as in `too_early`."""
+    A step that is drawn ahead is trained after the steps before it are committed, as in `too_early`."""
     if settings.max_token_staleness is None:
         return 0
-    ahead = max(0, step - state.next_step)
-    return max(0, state.policy_version + ahead - settings.max_token_staleness)
+    return max(0, state.policy_version + _versions_until(state, step) - settings.max_token_staleness)

@@ -53,7 +53,7 @@ class FairShare:
         Weights a: 3, b: 1. After a took 40: owed a = -40, b = 0, so 40 is credited, 30 to a and 10 to b: a = -10,
         b = 10, and it is b's turn."""
         total = sum(self.weight(name) for name in names)
-        # The counters sum to minus what was taken, plus what names that left since took with them.
+        # The sum is minus what was taken, and lacks the counters of names that were forgotten since.
         debt = -sum(self.owed.get(name, 0.0) for name in names)
         for name in names:
             self.owed[name] = self.owed.get(name, 0.0) + debt * self.weight(name) / total

@@ -1,4 +1,4 @@
-"""Answers questions about events: at once, or, for a reader that follows, when the next event is written."""
+"""Answers requests for events: at once, or, if the reader waits for new ones, when the next event is written."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class FeedbackReaders:
         return [self._answer(key, one.after, one.most) for key, one in ready.items()]
 
     def _write_news(self) -> None:
-        """Write events that would wait for the next decision. On a full disk they wait."""
+        """Write pending events now, not with the next decision. On a full disk they stay pending."""
         if self._engine.state.has_news:
             with suppress(DiskFull), self._engine.recorder.transaction():
                 pass

@@ -1,7 +1,7 @@
 """Sends a span per group and stage to OpenTelemetry: put, planned, delivered, committed.
 
-A span of a stage begins when the stage before it ended, so its length is the time that the group waited for it. All
-spans of a group have one trace, whose id follows from the run and the group's id, also after the plane was restarted:
+A span begins when the span before it ended, so its length is the time that the group waited for the stage. All spans
+of a group share one trace. Its id is computed from run and group, so a restarted plane continues it:
 
     put                  |
     planned              |---------|              waited to be drawn into a step
@@ -22,7 +22,7 @@ from penstock.extras import require
 from penstock.log import GroupRow
 
 MOST = 1 << 17
-"""Groups whose last stage is remembered. Older ones, such as those that were dropped, are forgotten."""
+"""Groups whose last stage is remembered. The oldest are forgotten: a dropped group never reaches another stage."""
 
 
 class GroupSpans:

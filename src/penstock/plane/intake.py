@@ -129,7 +129,7 @@ class Incoming:
     location: str = ""
     """Where the frame is stored."""
     raw_metadata: bytes = b""
-    """Metadata that the client made, and, once checked, only if the log can store the same bytes."""
+    """Metadata that the client made. Cleared by the check if the log cannot store the same bytes."""
     raw_eval_metadata: bytes = b""
     """`EvalMetadata` that the client made."""
     is_evaluation: bool = False
@@ -152,7 +152,7 @@ class Incoming:
     is_dropped: bool = False
     """Every sample is longer than `seq_len`, and `over_length` is "drop"."""
     is_partial: bool = False
-    """A part of its samples may have got a late column."""
+    """Whether only some of its samples may have a late column."""
     error: PenstockError | None = None
     """Why it is rejected."""
     is_ready: bool = False
@@ -221,7 +221,7 @@ class Intake:
         if not group.is_evaluation:
             if metadata.kept != metadata.lengths:
                 group.over_length = OverLength.of(metadata)
-            group.is_dropped = self._is_dropped(metadata)
+            group.is_dropped = is_dropped(self._settings, metadata)
             if self._late or group.advantage:
                 group.awaited = self._awaited(group, metadata)
 
@@ -253,7 +253,7 @@ class Intake:
         acknowledged."""
         size, state = parse_location(group.location).size, xxhash.xxh3_128()
         try:
-            # In pieces, so that memory does not grow with the frame. It is not faster.
+            # In pieces to bound the memory; it is not faster.
             for a in range(0, size, _READ_BACK_BYTES):
                 state.update(self._storage.read(group.location, [(a, min(a + _READ_BACK_BYTES, size))])[0])
         except CorruptFrame as error:
@@ -314,7 +314,7 @@ class Intake:
             self._check_own(metadata)
         if self._settings.needs:
             self._check_required(metadata)
-        if self._settings.untrained_groups == "reject" and not self._is_dropped(metadata):
+        if self._settings.untrained_groups == "reject" and not is_dropped(self._settings, metadata):
             check_trained(metadata)
         most = self._settings.replay.max_staleness
         if metadata.policy_version is None and most is not None:
@@ -324,10 +324,6 @@ class Intake:
             )
         if packing.over_cap == "strict":
             plan(join_metadata([metadata]), packing)  # reject a sample beyond a cap now, not when its step is planned
-
-    def _is_dropped(self, metadata: GroupMetadata) -> bool:
-        """Return whether `over_length` drops every sample of a group."""
-        return self._settings.over_length == "drop" and not any(metadata.kept)
 
     def check_evaluation(self, group: str, frame: Buffer) -> tuple[GroupMetadata, EvalMetadata]:
         """Return the metadata of an evaluation group. It need not meet what only training needs: `needs`, a policy
@@ -378,6 +374,11 @@ class Intake:
         return Awaited(columns=found, advantage=group.advantage, filters=group.filters)
 
 
+def is_dropped(settings: PlaneSettings, metadata: GroupMetadata) -> bool:
+    """Return whether `over_length` drops every sample of a group."""
+    return settings.over_length == "drop" and not any(metadata.kept)
+
+
 def summary_of(metadata: GroupMetadata) -> Summary:
     """Return what events show of a group."""
     return Summary(
@@ -390,7 +391,7 @@ def summary_of(metadata: GroupMetadata) -> Summary:
 
 
 def _lacking(metadata: GroupMetadata, name: str) -> list[int]:
-    """Return the trained samples that lack a column; in a group that trains nothing, all samples that lack it."""
+    """Return the trained samples that lack a column. If a group trains nothing, all its samples are looked at."""
     trained = np.frombuffer(metadata.kept_loss_tokens, "<i8") > 0
     if not trained.any():
         trained = np.ones(metadata.num_samples, np.bool_)

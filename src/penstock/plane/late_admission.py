@@ -1,4 +1,4 @@
-"""What becomes of a group when its late columns are there, or are overdue: advantages, filters, samples left out.
+"""Decides about a group whose late columns have arrived or are overdue: advantages, filters, samples to leave out.
 
 Computed once, from metadata and the attached values. The result is written to the log with the decision, so a restart
 does not compute it again.
@@ -31,14 +31,14 @@ _FAILED = "late columns cannot be used"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a group."""
+    """The decision about a group."""
 
     metadata: GroupMetadata
     """With its late values."""
     reason: str = ""
     """Why it is dropped; empty: it is trained."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Samples of a group that is trained which no step takes, by reason."""
+    """Count of samples that no step takes although their group is trained, by reason."""
 
 
 def admit(metadata: GroupMetadata, group: WaitingGroup, *, overdue: bool = False, drops: bool = True) -> Verdict:
@@ -91,8 +91,8 @@ def _admit(metadata: GroupMetadata, group: WaitingGroup) -> Verdict:
 
 
 def _lacking(metadata: GroupMetadata, group: WaitingGroup) -> NDArray[np.bool_]:
-    """Return [samples], those that lack a column which is stored in frames and which their mode or weights need.
-    Trained without it, distillation would follow zeros, with no sign of it."""
+    """Return [samples], True where a sample lacks a column that its mode or weights need and that frames store.
+    Distillation would silently train such a sample towards zeros."""
     count = metadata.num_samples
     modes = metadata.modes if len(metadata.modes) > 1 else metadata.modes * count
     terms, found = np.frombuffer(metadata.term_tokens, "<i8").reshape(-1, 3), np.zeros(count, np.bool_)

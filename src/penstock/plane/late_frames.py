@@ -8,8 +8,8 @@ that is killed in between leaves a frame that the log does not know, as with a p
     values     [intake: read, check, merge, write, sync]     attached, or the new frame is freed
     stored     [intake: check the metadata, as of a put]     attached, or the new frame is freed
 
-If the group got another frame meanwhile, because somebody attached other values, the work is done again on that one: by
-the plane, also for a worker, which then sends the values.
+If somebody attached other values meanwhile, the group has another frame, and the work is repeated on that one. The
+plane repeats it, also for a worker that wrote frames itself: that worker then sends the values.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class LateFrames:
             )
 
     def begin(self, ticket: object) -> None:
-        """Have the frames made, from the frames that the groups have now."""
+        """Start making the frames on the intake thread, from the frames that the groups have now."""
         message, payload = self._at_work[ticket]
         state, bases = self._engine.state, dict[str, _Base]()
         for name in message.groups:

@@ -66,8 +66,8 @@ class LateGroups:
         self.tables: Counter[str] = Counter()
         """Table -> how many of them will enter it."""
         self.free: defaultdict[str, OrderedDict[int, None]] = defaultdict(OrderedDict)
-        """Column -> the groups that lack it and are leased to no worker, in order. Ordered dicts, because a plain one
-        steps over all that was removed at its front to find the first."""
+        """Column -> the groups that lack it and are leased to no worker, in order. Ordered dicts, because finding the
+        first key of a plain one steps over every key removed before it."""
 
     def follow(self, record: AwaitColumns | AttachColumn) -> None:
         """Apply a decision."""

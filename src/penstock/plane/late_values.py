@@ -46,9 +46,9 @@ class Attachment:
     ticket: object
     new: int = 0
     known: int = 0
-    """Had this value already: somebody was faster, or this is a repeated message."""
+    """Samples that had this value already: another worker was faster, or the message is repeated."""
     late: int = 0
-    """Came after the group was dropped, or trained without."""
+    """Samples whose group had been dropped, or was trained without the value."""
     error: PenstockError | None = None
     is_outdated: bool = False
     """Not attached: the group got another frame meanwhile, so its new frame must be made again."""
@@ -71,12 +71,12 @@ class NewFrame:
 
 @dataclass(slots=True)
 class Made:
-    """What was made of values per token."""
+    """The new frames that were made from values per token."""
 
     digests: dict[str, dict[str, bytes]] = field(default_factory=dict)
     """Group -> sample -> digest of its values."""
     frames: dict[str, NewFrame] = field(default_factory=dict)
-    """By group. Groups that wait no longer, or have all of these values, have none."""
+    """By group. No frame is made for a group that no longer waits or already has all of these values."""
     error: PenstockError | None = None
 
 
@@ -86,14 +86,14 @@ class _Outdated(Exception):
 
 @dataclass(slots=True)
 class _Turn:
-    """What a transaction will write."""
+    """The writes of one transaction."""
 
     records: list[Record] = field(default_factory=list)
     groups: dict[int, WaitingGroup] = field(default_factory=dict)
-    """Groups that get values, as they will be."""
+    """Groups that get values, with these values."""
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     metadata: dict[int, GroupMetadata] = field(default_factory=dict)
-    """Of these groups, as the log has it, or as of their new frames."""
+    """Metadata of these groups: from the log, or of their new frames."""
     frames: dict[int, NewFrame] = field(default_factory=dict)
     """New frames of these groups."""
 
@@ -106,7 +106,7 @@ class LateDecisions:
         self._asked: dict[object, tuple[AttachValues, Made]] = {}
         """Messages of this turn, by ticket: a repeated one is answered once."""
         self._arrived: deque[tuple[float, int]] = deque()
-        """(when, op): groups up to this op arrived by then. Begins again with a restart, but see `_go_on`."""
+        """(when, op): groups up to this op arrived by then. Empty after a restart, but see `_go_on`."""
         self._seen_op = 0
 
     def offer(self, ticket: object, message: AttachValues, made: Made | None = None) -> None:
@@ -114,7 +114,7 @@ class LateDecisions:
         self._asked[ticket] = message, made or Made()
 
     def fail(self, ticket: object, error: PenstockError) -> None:
-        """Have the next `flush` answer with an error."""
+        """Answer with an error in the next `flush`."""
         self.offer(ticket, AttachValues(ticket=0, column="", values={}), Made(error=error))
 
     def flush(self) -> list[Attachment]:
@@ -311,17 +311,17 @@ class LateDecisions:
             self._arrived.popleft()
 
     def _go_on(self, now: float) -> None:
-        """Let groups that saw many planes come and go wait by the time of their put. Admit those that have their
-        columns: a recovery of the log may have attached the last ones.
+        """Continue after a restart: admit groups that have all columns, because a recovery of the log may have attached
+        the last ones, and count the deadline of groups that survived many restarts from their put.
 
-        A restart gives a group its full time again, because judges could not attach while the plane was away. Without
-        a bound, groups would wait for ever for a plane that restarts more often than their deadline."""
+        Other groups get their full time again, because judges could not attach while the plane was away. Without this
+        limit a plane that restarts more often than the deadline would keep groups waiting for ever."""
         waiting = self._recorder.state.late.waiting
         if complete := [op for op, group in waiting.items() if group.is_complete]:
             self.settle(complete, overdue=False)
         for op, group in waiting.items():
             put = group.awaited
-            if not put.epoch:  # of a version that did not note it; settled with the next one that has an epoch
+            if not put.epoch:  # logged by an earlier version; settled with the next group that has an epoch
                 continue
             if self._recorder.log.epoch - put.epoch <= MOST_RESTARTS:
                 return  # and all that came later
@@ -387,7 +387,7 @@ def _by_sample(
     known, found = group.given.get(column, {}), Given()
     for sample, value in values.items():
         row = _row_of(metadata, sample, column)
-        before = found.get(row, known.get(row, ...))
+        before = found.get(row, known.get(row, ...))  # `...`: nothing yet; None is an error that was attached
         if before is ... and _had(metadata, column, row, value, metadata.group, sample):
             result.known += 1
             continue
@@ -405,7 +405,7 @@ def _by_sample(
 def _had(metadata: GroupMetadata, column: str, row: int, value: Value, group: str, sample: str) -> bool:
     """Return whether a sample has this value, in its frame or attached. Raises Conflict if it has another."""
     before = _stored(metadata, column, row)
-    if before is not None and before != before:
+    if before is not None and before != before:  # NaN: it has no value yet
         return False
     _check_same(
         group, sample, column, before, value if value is None or isinstance(value, bytes) else float(np.float32(value))
@@ -449,7 +449,7 @@ def _shown(value: Value) -> str:
 
 
 def _with(group: WaitingGroup, column: str, given: Given) -> WaitingGroup:
-    """Return a group as it will be."""
+    """Return a copy of a group with these values."""
     return WaitingGroup(
         awaited=group.awaited,
         given=group.given | {column: group.given.get(column, {}) | given},

@@ -1,8 +1,8 @@
 """Leases: work that is handed to a process and returns when the process ends.
 
 A lease is on a prompt ("prompt") or on a column that a group lacks ("column"). Handing out and returning are decisions
-in the log, so a restarted plane knows every open lease. When a lease runs out is not: that is a clock in the loop's
-memory, which a restart sets to its beginning. So no process loses its work because the plane was away.
+in the log, so a restarted plane knows every open lease. Deadlines are not in the log: they are clocks in the loop's
+memory, which a restart sets back to their full time. So no process loses its work because the plane was away.
 
     op 40  hand out    kind "prompt", two keys, worker w       leases 40 and 41 are open
     op 42  a group is accepted that completes lease 40         lease 41 is open

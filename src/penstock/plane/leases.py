@@ -89,7 +89,7 @@ class Leases:
         self.last_words: Callable[[Sequence[Lease]], Sequence[GroupOutcome]] = lambda _lost: ()
         """Returns the events of work that is given up because these leases run out."""
         self._times_lost: dict[str, int] = {}
-        """How often the lease on a key ran out. Of the last ones, and since this plane started."""
+        """How often the lease on a key ran out since this plane started. Only the latest keys are kept."""
 
     @property
     def _book(self) -> LeaseBook:
@@ -103,7 +103,7 @@ class Leases:
             if lease is None:
                 cancelled.append((number, self._book.why_ended(number)))
                 continue
-            # A cancelled lease is renewed as well: its process still works on it until it has heard.
+            # A cancelled lease is renewed as well: its process works on it until it learns that.
             self.clock.renew(lease, now)
             cancels = self.cancels.get(lease.kind)
             if cancels is not None and (reason := cancels(lease)):
@@ -130,7 +130,7 @@ class Leases:
         if ran_out:
             lost = [self._book.open[number] for number in ran_out]
             events += self.last_words(lost)
-            # First, so that nothing else that this turn decides changes what becomes of them.
+            # First in the transaction: no other decision of this turn may change what becomes of them.
             record = ReturnLeases(leases=tuple(ran_out), expired=True)
             decided.insert(0, (record, partial(self._expired, lost, events)))
         gone = set(ran_out)

@@ -1,4 +1,4 @@
-"""What the plane counts of groups: samples by state, and kinds of held groups.
+"""The plane's counts of groups: samples by state, and kinds of held groups.
 
 The ledger: every accepted sample is in exactly one state, so the states sum to what was accepted. All of it follows
 from the log, so a restart goes on with the same figures.
@@ -34,7 +34,7 @@ class Ledger:
     committed: int = 0
     quarantined: int = 0
     evaluation: int = 0
-    """Samples of evaluation groups, which no step uses; those whose frames were freed included."""
+    """Samples of evaluation groups, which no step uses. Includes groups whose frames were freed."""
     waiting: int = 0
     """Samples of groups that lack columns which are attached later (`needs`)."""
     dropped: Counter[str] = field(default_factory=Counter)
@@ -45,8 +45,8 @@ class Ledger:
     """Samples filtered out before they were put, or left out when their group got its late columns, by reason. Not
     part of the sum: the latter are counted with their group."""
     over_length: Counter[str] = field(default_factory=Counter)
-    """Truncated and dropped samples longer than `seq_len`, and their tokens. Not part of the sum: such a sample is
-    counted with its group, whose other samples are trained."""
+    """Truncated and dropped samples longer than `seq_len`, and their tokens. Not part of the sum, because such a sample
+    is counted with its group."""
 
     masked: Counter[str] = field(default_factory=Counter)
     """Trained tokens that steps left out of the loss because they were too old (`max_token_staleness`), and samples

@@ -139,7 +139,7 @@ class PlaneLoop:
         self._log, self._transports, self._on_turn = log, list(transports), on_turn
         self._run_id = bytes.fromhex(log.run_id)
         self._pack = Packer(self._run_id)
-        # What a client is does not change, and every put asks.
+        # Cached, because every put asks, and a client's name and key do not change.
         self._writer_of, trusts = lru_cache(maxsize=_CLIENTS)(writer_of), lru_cache(maxsize=_CLIENTS)(may_write)
         self.admission = admission_of(settings, log, self.engine, lambda: self.coordinator.pulse(self._now), trusts)
         self.run_logger = RunLogger(self.engine.counts)
@@ -165,7 +165,7 @@ class PlaneLoop:
         """The exception that ended the loop, if one did."""
 
     def _begin_services(self, look: Look) -> None:
-        """Begin what answers workers beside puts: leases on prompts and columns, events, signed URLs."""
+        """Create the services that answer everything but puts: leases on prompts and columns, events, signed URLs."""
         self.leases = Leases(self.engine.recorder)
         self.tasks = TaskService(
             self.engine,
@@ -222,13 +222,13 @@ class PlaneLoop:
         self._log.while_waiting = lambda: None  # no client is left to answer
         for transport in self._transports:
             transport.close()
-        self._workers.close()  # first: a write in progress must end before storage is closed
+        self._workers.close()  # before storage: a write in progress must end
         self.engine.recorder.run_beside = run_at_once
         try:
             if self.failure is None:
                 self.engine.close()
         except PenstockError as error:
-            logger.warning("could not be written at the end; the next start derives it from the log: %s", error)
+            logger.warning("states were not written at the end; the next start derives them from the log: %s", error)
         finally:
             self._storage.close()
             self._log.close()
@@ -276,6 +276,7 @@ class PlaneLoop:
         if now >= self._retry_at:
             self._retry_at = now + _RETRY_S if not (self._effects.run_deferred() and self._plan(now)) else 0.0
         self._marks.mark("planning")
+        # Tasks and columns choose what to lease, `leases.turn` writes it in one transaction, then workers are answered.
         self.tasks.hand_out()
         self._columns.turn(now)
         self.leases.turn(now)
@@ -317,9 +318,8 @@ class PlaneLoop:
             for address, header, frames in transport.receive():
                 peer = (transport, address)
                 sign = sign_of_life(self.coordinator, peer, header, now)
-                if (
-                    sign is not None
-                ):  # `_send` would seal the segments of a peer that is gone, while the log is being written
+                if sign is not None:
+                    # Not `_send`: it seals the segments of a peer that is gone, and the log is being written.
                     transport.send(address, self._pack(sign), ())
                 if not isinstance(sign, Pulse) or not sign.number:
                     self._early.append((peer, header, frames))
@@ -332,7 +332,7 @@ class PlaneLoop:
             self.coordinator.unstage(first)
 
     def _set_version(self) -> None:
-        """Set the policy version that every answer to ranks and producers carries."""
+        """Set the policy version that every answer carries, and the remark for ranks that wait."""
         self.coordinator.policy_version = self.admission.policy_version = self.engine.recorder.state.policy_version
         self.coordinator.remark = self.run_logger.stale_remark(self.engine)
 
@@ -548,7 +548,7 @@ class PlaneLoop:
         return True
 
     def status(self) -> dict[str, Any]:
-        """What `penstock top` shows."""
+        """Return what `penstock top` shows."""
         found = status_of(self.engine, self.coordinator, self.admission)
         more = {
             "tasks": self.tasks.status(),

@@ -15,7 +15,7 @@ from penstock.log import GroupRow
 
 
 class GroupSummaries(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What is still known of a step's groups when their frames are gone, about 20 bytes for each.
+    """Numbers about a step's groups that remain when their frames are gone, about 20 bytes for each group.
 
     Arrays have one number per group, as little-endian bytes.
     """
@@ -73,7 +73,7 @@ def _mean(values: NDArray[np.floating]) -> float:
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a step is made of. With the frames it is enough to make the same bytes again."""
+    """The contents of a step. Together with the frames it is enough to make the same bytes again."""
 
     groups: tuple[int, ...]
     """The ops of its groups, in the order they were drawn."""
@@ -99,7 +99,9 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     oldest_version: int = 0
     """Tokens that an earlier policy version sampled are left out of the loss (`max_token_staleness`)."""
     masked: tuple[int, int] = (0, 0)
-    """How many tokens that are, and in how many samples."""
+    """Number of these tokens, and of the samples that have some."""
+    names_clash: bool = False
+    """Whether a sample's id also names another group of the step, or one of its samples (`priorities.names_clash`)."""
 
     @staticmethod
     def of(rows: Sequence[GroupRow], policy_version: int) -> Manifest:

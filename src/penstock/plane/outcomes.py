@@ -1,7 +1,7 @@
 """Events of groups: what became of each, written to the log in the transaction that writes its state.
 
-Nothing here decides. A group's state in the log changes in some transaction, after a crash in the first one of the next
-start, and the same transaction appends the event. So every event is there once, whenever the plane is killed:
+Nothing here decides. The transaction that changes a group's state in the log also appends its event. After a crash that
+is the first transaction of the next start. So every event is written exactly once, whenever the plane is killed:
 
     steps     the log has `reported_step`, the last step whose groups were reported. If more steps are committed by now,
               they are reported; if fewer are, the trainer went back to an older checkpoint, which is an event too

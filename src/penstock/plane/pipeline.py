@@ -1,9 +1,11 @@
 """Groups in, steps out: decisions run on the loop's thread, work that grows with the data on worker threads.
 
-    put      engine.offer  ->  [intake: check, make metadata, write, sync]  ->  engine.arrive, flush    answered
-    stored   engine.offer  ->  check its metadata                           ->  engine.arrive, flush    answered
-    step     engine.draw   ->  [steps: plan from metadata]                  ->  engine.record           durable
-                           ->  [steps: gather the payloads]                 ->  staged                  delivered
+    put      offer         ->  [intake: check, make metadata, write, sync]  ->  arrive, flush    answered
+    stored   offer         ->  check its metadata                           ->  arrive, flush    answered
+    step     draw_step     ->  [steps: plan from metadata]                  ->  record           durable
+                           ->  [steps: gather the payloads]                 ->  staged           delivered
+
+`Acceptance` has the decisions about groups, `Engine` those about steps.
 
 The parts in brackets run on a worker thread and touch nothing but storage. So no turn of the loop depends on the size
 of a group or a step: heartbeats, puts and answers continue while a step is built.
@@ -42,7 +44,7 @@ _PROBES = 64
 
 
 class Making(Enum):
-    """Where the step is that is being made. There is one at a time; steps are made in order."""
+    """The state of the step that is being made. One step is made at a time, in order."""
 
     IDLE = "no step is being made"
     PLANNING = "drawn; a worker plans it"
@@ -64,7 +66,7 @@ MAKING = {
     (Making.IDLE, "asked for"): Making.BUILDING,
     (Making.BUILDING, "built"): Making.IDLE,
 }
-"""What may happen to the step that is being made. Anything else is a bug and raises.
+"""State and event -> the next state. Any other pair is a bug and raises.
 
 A recorded step is asked for and built as often as it must be: after a restart, a rewind, or a failed attempt. Once
 built it is staged, and the session delivers and commits it (`protocol.steps`)."""
@@ -335,12 +337,12 @@ class Pipeline:
             raise failure
 
     def _fail(self, error: Exception) -> None:
-        """Raise an error to the session that asked, if it has not ended."""
+        """Keep an error for the session that asked, unless that session has ended."""
         if self._asked_by == self._session:
             self._failure = error
 
     def _move(self, event: str) -> None:
-        """Look up what becomes of the step that is being made."""
+        """Apply an event to the step that is being made."""
         found = MAKING.get((self.making, event))
         assert found is not None, f"a step was {event!r} while: {self.making.value}"
         self.making = found
@@ -364,24 +366,11 @@ class Pipeline:
 
     def _plan(self, drawn: Drawn) -> PlannedStep | _Unplannable:
         """Plan a drawn step. Runs on the steps thread."""
-        metadata = self._fitting(drawn)
+        metadata = fitting(self._engine, drawn)
         try:
             return self._builder.plan(metadata, drawn.oldest_version)
         except Exception as error:  # noqa: BLE001 - no accepted group may end the plane
             return _Unplannable(error, self._builder.unpackable(metadata))
-
-    def _fitting(self, drawn: Drawn) -> list[GroupMetadata]:
-        """Return the metadata of a step's groups, made again where another `seq_len` cut their samples."""
-        found: list[GroupMetadata] = []
-        for data, at in zip(drawn.metadata, drawn.groups, strict=True):
-            found.append(self._fit(data, at.location))
-        return found
-
-    def _fit(self, data: bytes, location: str) -> GroupMetadata:
-        settings, metadata = self._engine.settings, GroupMetadata.from_bytes(data)
-        if metadata.fits(settings.packing.seq_len):
-            return metadata
-        return metadata_for(settings, metadata, self._engine.storage.read(location)[0])
 
     def _planned(self, drawn: Drawn, found: PlannedStep | _Unplannable | Exception) -> None:
         if isinstance(found, PlannedStep):
@@ -406,7 +395,7 @@ class Pipeline:
         """Return whether any of these groups can be planned alone. Runs on the steps thread."""
         for data, location in groups:
             with suppress(Exception):
-                if not self._builder.unpackable([self._fit(data, location)]):
+                if not self._builder.unpackable([_fit(self._engine, data, location)]):
                     return True
         return False
 
@@ -461,7 +450,7 @@ class Pipeline:
         self._submit("asked for", lambda: self._builder.build(step, planned, groups, inline, post), built)
 
     def take_parts(self) -> list[Staged]:
-        """Return and clear what there is of a step that is being built: some ranks lack their samples."""
+        """Return and clear the parts of a step that is being built. Each lacks the samples of some ranks."""
         parts, self._parts = self._parts, []
         return parts
 
@@ -484,9 +473,8 @@ class Pipeline:
         last = self._engine.last_step
         try:
             again = isinstance(found, DamagedFrame) and self._engine.unplan(step, found.group, str(found))
-        except (
-            DiskFull
-        ) as error:  # the steps are removed, the group is not quarantined: the next build finds it damaged again
+        except DiskFull as error:
+            # The steps may be removed and the group not quarantined: the next build finds it damaged again.
             found, again = error, self._engine.last_step < step
         if not again:
             self._fail(found)
@@ -495,6 +483,18 @@ class Pipeline:
             self._parts = []
             self.replanned = step
             self._failure = CorruptFrame(f"{found}; it was set aside, steps {step} to {last} are planned again")
+
+
+def fitting(engine: Engine, drawn: Drawn) -> list[GroupMetadata]:
+    """Return the metadata of a step's groups, made again where another `seq_len` cut their samples."""
+    return [_fit(engine, data, at.location) for data, at in zip(drawn.metadata, drawn.groups, strict=True)]
+
+
+def _fit(engine: Engine, data: bytes, location: str) -> GroupMetadata:
+    settings, metadata = engine.settings, GroupMetadata.from_bytes(data)
+    if metadata.fits(settings.packing.seq_len):
+        return metadata
+    return metadata_for(settings, metadata, engine.storage.read(location)[0])
 
 
 def _others(engine: Engine, drawn: Drawn) -> list[tuple[bytes, str]]:

@@ -26,6 +26,8 @@ from penstock.errors import InvalidInput
 from penstock.log import ForgetReports, Prioritize, Report
 
 if TYPE_CHECKING:
+    from penstock.frames import GroupMetadata
+    from penstock.plane.manifest import Manifest
     from penstock.plane.recorder import Recorder
 
 KEPT_STEPS = 8
@@ -78,7 +80,7 @@ def report(recorder: Recorder, priorities: Mapping[str, float], step: int | None
     state = recorder.state
     if step is not None and step > state.last_step:
         raise InvalidInput(f"priorities of step {step}: the last step that was planned is {state.last_step}")
-    found = _by_group(recorder, priorities, state.steps[step].groups if step in state.steps else ())
+    found = _by_group(recorder, priorities, None if step is None else state.steps.get(step))
     if step is None:
         record: Prioritize | Report = Prioritize(priorities=found)
     elif step >= state.next_step:
@@ -89,32 +91,50 @@ def report(recorder: Recorder, priorities: Mapping[str, float], step: int | None
         recorder.decide(record)
 
 
-def _by_group(recorder: Recorder, priorities: Mapping[str, float], ops: Sequence[int]) -> Values:
+def _by_group(recorder: Recorder, priorities: Mapping[str, float], step: Manifest | None) -> Values:
     """Return the largest value for each held group, from ids of groups and of samples.
 
     An id such as GROUP/3 names its group, if that group is in the step. Other ids are looked up among the samples of
-    the step's groups, which needs their metadata from the log; those of no sample name a group that is held."""
+    the step's groups, which takes their metadata from the log: 7 us for each group. In a step with names that clash all
+    ids are, and one that means two things counts for both. If no sample has the id, it may name any held group."""
     held, rows = recorder.tenant_tables, recorder.state.rows
+    ops, clash = ((), False) if step is None else (step.groups, step.names_clash)
     of_step = {rows[op].id for op in ops if op in rows}
     found: Values = {}
     others: Values = {}
     for name, value in priorities.items():
         check_priority(name, value)
         prefix = name.rpartition("/")[0]
-        if name in held or name in of_step:
-            merge(found, {name: value})
-        elif prefix in of_step:
-            merge(found, {prefix: value})
-        else:
+        if clash or (name not in of_step and prefix not in of_step):
             others[name] = value
+        else:
+            merge(found, {name if name in of_step else prefix: value})
     if others:
         groups = _groups_of(recorder.log.metadata_of(ops).values())
         for name, value in others.items():
-            prefix = name.rpartition("/")[0]
-            owners = groups.get(name) or [prefix] * (prefix in held)
+            owners = [*groups.get(name, ()), *([name] if name in of_step else ())]
+            owners = owners or [one for one in (name, name.rpartition("/")[0]) if one in held][:1]
             recorder.counts["priorities_unknown"] += not owners
             merge(found, dict.fromkeys(owners, value))
     return {group: value for group, value in found.items() if group in held}
+
+
+def names_clash(groups: Sequence[GroupMetadata]) -> bool:
+    """Return whether a sample is named like another of these groups, or like a sample of one that has no name.
+
+    >>> from types import SimpleNamespace as Group
+    >>> names_clash([Group(group="a", ids=("a/0", "b/0")), Group(group="b", ids=("b/0",))])
+    True
+    >>> names_clash([Group(group="a", ids=("a/0", "c/0")), Group(group="b", ids=("b/0",))])
+    False
+    """
+    names = {one.group for one in groups}
+    return any(
+        named in names and named != one.group
+        for one in groups
+        for sample in one.ids
+        for named in (sample, sample.rpartition("/")[0])
+    )
 
 
 class _Names(msgspec.Struct, array_like=True):

@@ -68,8 +68,8 @@ class Recorder:
     def rebuild(self) -> None:
         """Rebuild memory from the log. What is not in the log did not happen.
 
-        If that fails, the error is one that ends the plane: memory holds half of a decision, such as a step that is
-        drawn and has no plan, and every later session would fail at it."""
+        If that fails, raises an error that ends the plane: memory may hold half of a decision, such as a step that is
+        drawn and has no plan, and every later session would fail on it."""
         try:
             self._load()
         except (Fenced, LogAway):
@@ -208,6 +208,7 @@ def rebuild(
     evaluated = log.groups_in(State.EVALUATION)
     metadata = log.metadata_of([row.op for row in evaluated])
     state.evaluations = Evaluations((row, _eval_metadata(metadata.get(row.op))) for row in evaluated)
+    # Commits and retirements have no number among the decisions: the log has only where they end.
     state.begin_at(log.meta("next_step", 1))
     state.retire(log.meta("oldest_step", 1))
     # A run with retain="all" frees nothing. Do not read the list of its frames, which grows with the run.

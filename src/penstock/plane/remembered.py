@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,8 +17,8 @@ import msgspec
 from penstock.config import toml_values
 from penstock.errors import ConfigError, CorruptFile, PenstockError
 from penstock.frames import GroupMetadata
-from penstock.log import Log, Shorten, State
-from penstock.plane.intake import NONE, OverLength, metadata_for
+from penstock.log import Log, Lose, Record, Shorten, State
+from penstock.plane.intake import NONE, OverLength, is_dropped, metadata_for
 from penstock.plane.settings import PlaneSettings
 from penstock.storage import Storage, address_of
 
@@ -89,7 +89,7 @@ def as_toml(settings: PlaneSettings) -> str:
 
 
 def keeps_all(settings: PlaneSettings, log: Log) -> bool:
-    """Return whether the run frees nothing. The log remembers it: a later start without `retain="all"` continues so."""
+    """Return whether the run frees nothing. The log remembers it: a later start without `retain="all"` keeps to it."""
     known = log.text("retain") == "all"
     if settings.retain == "all" and not known:
         with log.transaction():
@@ -151,6 +151,19 @@ def left_name(session: int, rank: int, replica: int) -> str:
     return f"left {session} {rank} {replica}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What a smaller `seq_len` takes from a group that waits for training."""
+
+    op: int
+    now: OverLength
+    """In all."""
+    further: OverLength
+    """Beyond what it lost before."""
+    is_dropped: bool
+    """No sample is left."""
+
+
 def note_seq_len(settings: PlaneSettings, recorder: Recorder, storage: Storage) -> None:
     """Count and log what a smaller `seq_len` than before cuts off groups that wait for training.
 
@@ -159,8 +172,8 @@ def note_seq_len(settings: PlaneSettings, recorder: Recorder, storage: Storage) 
     log, seq_len = recorder.log, settings.packing.seq_len
     before = log.meta("seq_len", seq_len)
     is_smaller, counted = seq_len < before, _counted_cuts(log)
-    cut = [*_further_cuts(settings, recorder, storage, counted)] if is_smaller else []
-    found = OverLength.total(further for _, further in cut) if cut else NONE
+    cuts = [*_further_cuts(settings, recorder, storage, counted)] if is_smaller else []
+    records = _records_of(cuts, seq_len)
     op = recorder.state.op + 1
     if before != seq_len or not log.text("seq_len"):
         with recorder.transaction():
@@ -168,13 +181,25 @@ def note_seq_len(settings: PlaneSettings, recorder: Recorder, storage: Storage) 
             if is_smaller:
                 kept = [(at, length) for at, length in counted if length < seq_len]
                 log.set_meta(_CUTS, msgspec.json.encode([*kept, (op, seq_len)]).decode())
-            if found:
-                log.add_record(op, Shorten(**asdict(found)))
-    if found:
-        recorder.state.redo(op, Shorten(**asdict(found)))
-        recorder.counts.update(asdict(found))
-        in_all = OverLength.total(now for now, _ in cut)
-        logger.warning("seq_len: now %d, before %d: of the waiting groups, %s", seq_len, before, in_all)
+            for number, record in enumerate(records, start=op):
+                log.add_record(number, record)
+    for number, record in enumerate(records, start=op):
+        recorder.state.redo(number, record)
+    if further := OverLength.total(cut.further for cut in cuts) if cuts else NONE:
+        recorder.counts.update(asdict(further))
+        in_all = OverLength.total(cut.now for cut in cuts)
+        empty = sum(cut.is_dropped for cut in cuts)
+        left = f"; {empty} group{' is' if empty == 1 else 's are'} left empty and dropped" if empty else ""
+        logger.warning("seq_len: now %d, before %d: of the waiting groups, %s%s", seq_len, before, in_all, left)
+
+
+def _records_of(cuts: Sequence[_Cut], seq_len: int) -> list[Record]:
+    """Return the decisions that count what is cut, and drop groups of which nothing is left."""
+    found = OverLength.total(cut.further for cut in cuts) if cuts else NONE
+    records: list[Record] = [Shorten(**asdict(found))] if found else []
+    if dropped := {cut.op: f"every sample is longer than seq_len {seq_len}" for cut in cuts if cut.is_dropped}:
+        records.append(Lose(groups=dropped, reason="over_length"))
+    return records
 
 
 _CUTS = "seq_len cuts"
@@ -182,7 +207,7 @@ _READ_CUTS = msgspec.json.Decoder(list[tuple[int, int]])
 
 
 def _counted_cuts(log: Log) -> list[tuple[int, int]]:
-    """Return (op, seq_len) of earlier starts with a smaller `seq_len`: groups of earlier ops are counted up to it.
+    """Return (op, seq_len) of earlier starts with a smaller `seq_len`: of groups before op, the cut to it is counted.
 
     A later cut to the same length or less takes the place of earlier ones, so lengths ascend:
 
@@ -197,8 +222,8 @@ def _counted_cuts(log: Log) -> list[tuple[int, int]]:
 
 def _further_cuts(
     settings: PlaneSettings, recorder: Recorder, storage: Storage, counted: list[tuple[int, int]]
-) -> Iterator[tuple[OverLength, OverLength]]:
-    """Yield what each waiting group that is cut further loses in all, and beyond what it lost before."""
+) -> Iterator[_Cut]:
+    """Yield what each waiting group loses that is cut further than before."""
     state, seq_len = recorder.state, settings.packing.seq_len
     for row in [*map(state.row_of, recorder.tenant_tables), *(state.rows[op] for op in state.late.waiting)]:
         data = recorder.log.metadata(row.op)
@@ -213,5 +238,6 @@ def _further_cuts(
                 lost = metadata
                 if before < metadata.seq_len:
                     lost = metadata_for(settings, metadata, frame, seq_len=before)
-                now = OverLength.of(metadata_for(settings, metadata, frame))
-                yield now, now.since(OverLength.of(lost))
+                made = metadata_for(settings, metadata, frame)
+                now = OverLength.of(made)
+                yield _Cut(row.op, now, now.since(OverLength.of(lost)), is_dropped(settings, made))

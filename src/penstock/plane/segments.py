@@ -175,7 +175,7 @@ class Segments:
         return self.live_bytes + self.dead_bytes
 
     def status(self) -> dict[str, Any]:
-        """What `penstock top` shows."""
+        """Return what `penstock top` shows."""
         return {
             "url": self._storage.url,
             "live_bytes": self.live_bytes,
@@ -288,7 +288,7 @@ class Segments:
         insort(one.taken, (at.offset, at.end))
 
     def verified(self, location: str) -> None:
-        """Note that the plane has read this frame and it is the one that was put."""
+        """Note that the plane has read this frame and found the bytes that were put."""
         one = self._all[parse_location(location).segment]
         one.verified = one.is_begun = True
 
@@ -305,6 +305,7 @@ class Segments:
             self.live_bytes += at.size
         else:
             self.dead_bytes += at.size
+            # After a failed commit the same put may be repeated, so the extent is open again; `reject` closes it.
             one.taken.remove((at.offset, at.end))
             self._maybe_empty[at.segment] = None
 

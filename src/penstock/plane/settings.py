@@ -74,14 +74,14 @@ class Target:
 
     @property
     def unit(self) -> Unit:
-        """What the target counts."""
+        """The unit of the target."""
         if self.groups is not None:
             return "groups"
         return "tokens" if self.samples is None else "samples"
 
     @property
     def amount(self) -> int:
-        """How many units fill a step."""
+        """Number of units that fill a step."""
         amount: int = getattr(self, self.unit)
         return amount
 
@@ -351,7 +351,7 @@ class PlaneSettings:
 
     @property
     def env_unit(self) -> Unit | None:
-        """What environments share of a step; None if groups do not wait by environment."""
+        """The unit in which environments share a step; None if groups do not wait by environment."""
         return self.target.unit if self.env_weights else None
 
     @property

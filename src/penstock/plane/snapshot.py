@@ -1,7 +1,7 @@
 """Snapshots of a plane's memory, so that a restart need not apply every decision of a long run again.
 
-A snapshot is only a shortcut: the log is the truth. One that cannot be read, or was made with other replay settings, is
-ignored, and all decisions are applied again.
+A snapshot is only a shortcut: the log is the truth. A snapshot that cannot be read, or was made with other replay
+settings, is ignored: then all decisions are applied again.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class Saved(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     tasks: list[SavedList] = []
     usable_groups: int = 0
     bias: dict[str, tuple[float, float]] = {}
+    published: list[int] = []
+    """`PlaneState.published`."""
 
     def to_bytes(self) -> bytes:
         """Encode as a checksum and the content."""

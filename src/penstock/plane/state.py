@@ -22,7 +22,7 @@ States of a group:
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
@@ -76,6 +76,8 @@ from penstock.replay import Key
 
 OVER_LENGTH_KEY = "over_length: "
 """Prefix of the key under which the log remembers a group that lost all its samples to `seq_len`."""
+_PUBLICATIONS = 8
+"""Publications by which the next ones are judged."""
 _UNUSABLE = (State.DROPPED, State.QUARANTINED)
 
 
@@ -88,6 +90,8 @@ class PlaneState:
         self.ledger = Ledger()
         self.policy_version = 0
         """The policy version that the trainer published last."""
+        self.published = deque[int](maxlen=_PUBLICATIONS)
+        """Versions by which the last commits advanced it. The first one tells only where the trainer's count begins."""
         self.next_step = 1
         """The first step that is not committed."""
         self.last_step = 0
@@ -167,7 +171,7 @@ class PlaneState:
         self.rows[row.op], self.by_id[row.id] = row, row.op
         awaited = self.late.expected.pop(row.id, None)
         if awaited is not None:
-            # It holds its place in the order of dispatch. Before its lease ends, or the window would move on.
+            # It keeps its place in the order of dispatch. Before its lease ends, or the window would move past it.
             lease = self.leases.number_of(PROMPT, row.id)
             self.tenant_tables.table(row.run).expect(row.op if lease is None else lease)
         if self.tasks.lists:
@@ -209,13 +213,13 @@ class PlaneState:
         return self.late.remove(row)
 
     def _move_frame(self, op: int, location: str) -> None:
-        """Give a group another frame. After a restart, the log's row has the last one already, or none: it was freed.
-        The room that the group takes stays that of its put, because an attach does not wait for room."""
+        """Note a group's new frame. After a restart the row from the log has the last location already, or none if the
+        frame was freed. The group counts with the size of its put, because an attach never waits for room."""
         if op in self.rows and self.rows[op].location:
             self.rows[op] = replace(self.rows[op], location=location)
 
     def _admit(self, record: AdmitGroup) -> None:
-        """Let a group into its table that has its columns, or drop it."""
+        """Move a group that has its columns into its table, or drop it."""
         if record.reason:
             self._drop_waiting([record.group], record.reason)
             return
@@ -298,6 +302,8 @@ class PlaneState:
         """Apply any other decision."""
         self.op = max(self.op, op)
         if isinstance(record, Advance):
+            if self.policy_version:
+                self.published.append(record.policy_version - self.policy_version)
             self.policy_version = record.policy_version
             self.tenant_tables.advance(self.policy_version)
             self._drop_waiting(list(self.late.waiting), "stale", only_stale=True)
@@ -328,7 +334,7 @@ class PlaneState:
         elif isinstance(record, ReleaseGroup):
             self._release(self.quarantined.pop(record.op))
         elif isinstance(record, Lose):
-            self._lose(record.groups)
+            self._lose(record.groups, record.reason)
         elif isinstance(record, (AwaitColumns, AttachColumn)):
             self.late.follow(record)
             if isinstance(record, AttachColumn) and record.location:
@@ -361,19 +367,20 @@ class PlaneState:
         else:
             self.tasks.open_list(record)
 
-    def _lose(self, groups: Iterable[int]) -> None:
+    def _lose(self, groups: Iterable[int], reason: str) -> None:
         known = [op for op in groups if op in self.rows]
-        self._drop_waiting([op for op in known if op in self.late.waiting], "lost")
+        self._drop_waiting([op for op in known if op in self.late.waiting], reason)
         for row in [self.rows[op] for op in known if op in self.rows]:
             if self.tenant_tables.remove(row):
                 self._left.append((row.id, ""))
-        self._left = list({key: "lost" for key, _ in self._left}.items())
+        # A group in a table is listed twice, by `remove` and above; the dict keeps one.
+        self._left = list({key: reason for key, _ in self._left}.items())
 
     def _set_aside(self, groups: Mapping[int, str]) -> None:
         for op, reason in groups.items():
             row = self.rows[op]
             self.tenant_tables.remove(row)
-            self._left.clear()
+            self._left.clear()  # `remove` listed it as having left its table; it is finished here instead
             self._finish(op, State.QUARANTINED, reason)
             self.quarantined[op] = replace(row, state=State.QUARANTINED, reason=reason)
 
@@ -383,6 +390,11 @@ class PlaneState:
         self._account(row, State.QUARANTINED, State.HELD, "")
         self.bytes_of[row.run] += row.size
         self._insert(row)
+
+    @property
+    def versions_per_commit(self) -> int:
+        """The versions that a commit may publish, judged by the last ones: the most of them, and at least one."""
+        return max(self.published, default=1)
 
     def set_step(self, step: int, state: State) -> None:
         """Set the state of a step: received or trained by every rank, or to be trained again."""
@@ -397,7 +409,7 @@ class PlaneState:
         self.states[step] = self._unwritten_steps[step] = state
 
     def begin_at(self, step: int, *, resend: bool = False) -> None:
-        """Mark steps before this one as trained and the others as not. `resend`: no rank has any of the others."""
+        """Mark steps before this one as trained, and later ones as not trained. `resend`: no rank has a later one."""
         self.next_step = step
         for number, state in list(self.states.items()):
             if resend and number >= step:
@@ -429,6 +441,7 @@ class PlaneState:
             tasks=self.tasks.save(),
             usable_groups=self.usable_groups,
             bias=self.bias.sums,
+            published=[*self.published],
         )
 
     def load(self, saved: Saved, log: Log) -> dict[int, GroupRow]:
@@ -443,6 +456,7 @@ class PlaneState:
         self._last_step_of = saved.last_step_of
         self.tenant_tables.load(saved.tenant_tables)
         self.reports = saved.reports
+        self.published.extend(saved.published)
         self.leases.load(saved.leases)
         self.tasks.load(saved.tasks)
         self.usable_groups, self.bias = saved.usable_groups, Bias(saved.bias)
@@ -517,7 +531,7 @@ class PlaneState:
             step = self._last_step_of.get(op)
             if step is None:
                 self._finish(op, State.DROPPED, reason)
-            elif step not in self.states:
+            elif step not in self.states:  # the step is retired, and only committed ones are
                 self._finish(op, State.COMMITTED, "")
             else:
                 self._ends[step].append(op)

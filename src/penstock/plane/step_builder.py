@@ -20,11 +20,12 @@ from penstock.errors import PenstockError
 from penstock.frames import GroupMetadata, join_metadata, late_digests, mask_stale
 from penstock.packing import Packing, plan
 from penstock.plane.manifest import GroupSummaries
+from penstock.plane.priorities import names_clash
 from penstock.protocol import Buffer, Frames, PickedGroup, Staged, StepPicks
 from penstock.storage import Pick, Storage, gather_picks
 
 PART_S = 0.02
-"""How long to gather before the ranks whose samples are ready are sent them."""
+"""Seconds of gathering after which the ranks whose samples are ready get them."""
 _NO_SUMMARIES = GroupSummaries()
 PIECE_BYTES = 1 << 30
 """Payloads are sent in pieces of at most this size: a message part of more than 2 GiB cannot be sent."""
@@ -55,10 +56,12 @@ class PlannedStep:
     masked: tuple[int, int] = (0, 0)
     """Trained tokens that are too old and left out of the loss, and the samples that have some."""
     summaries: GroupSummaries = _NO_SUMMARIES
+    names_clash: bool = False
+    """Whether a sample's id also names another group of the step, or one of its samples."""
 
 
 Ready: TypeAlias = Callable[[Staged], None]
-"""Called with a step that lacks the bytes of some ranks, so that the others need not wait for them."""
+"""Called with a step whose bytes are gathered for some ranks, so that these need not wait for the others."""
 
 
 class Builder(Protocol):
@@ -98,6 +101,7 @@ class StepBuilder:
             loss_tokens=made.totals.step.loss_tokens,
             masked=(made.accounting.stale_loss_tokens, made.accounting.stale_samples),
             summaries=GroupSummaries.of(metadata),
+            names_clash=names_clash(metadata),
         )
 
     def unpackable(self, metadata: Sequence[GroupMetadata]) -> dict[int, str]:
@@ -155,7 +159,7 @@ def _step_picks(request: Sequence[Pick], known: Mapping[str, GroupMetadata]) -> 
 
 
 def picks_of(needs: Sequence[NDArray[np.int32]], groups: Sequence[Place]) -> list[list[Pick]]:
-    """Return for each rank which samples of which group it gets.
+    """Return for each rank the groups that it reads, with the rows of its samples.
 
     Groups of 3 and 2 samples have the edges 0, 3, 5. A rank that needs samples 1, 2, 4 of the step gets rows 1, 2 of
     the first group (group_of is 0, 0, 1) and row 4 - 3 = 1 of the second."""

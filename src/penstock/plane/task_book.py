@@ -1,7 +1,7 @@
 """Tasks: the prompts of a list, to be trained in a given order. Follows from the log.
 
-A task is one prompt of one epoch; if a curriculum draws prompts, one time that a prompt comes. It is in one place at a
-time:
+A task is one prompt of one epoch. A curriculum may draw a prompt several times; then each draw is a task. A task is in
+one place at a time:
 
     to come     the epoch's order has not reached it
     leased      a process works on it
@@ -75,7 +75,7 @@ def read_task(group: str) -> Task | None:
 
 
 class Verdict(Enum):
-    """What a put of a task's group may do."""
+    """Whether a group of a task may be put."""
 
     OPEN = "the task is open"
     LATE = "another group completed it, or another attempt is under way"
@@ -120,7 +120,7 @@ class PromptList:
         self.rows = np.empty(0, np.int64)
         """Row in the log of each prompt, by number; -1 for prompts that the list no longer has."""
         self.order = order_of(opened)
-        """What is still to come."""
+        """The tasks that are still to come."""
         self.returned: OrderedDict[Place, int] = OrderedDict()
         """Tasks to hand out again, with their attempt, first in, first out. Finding the first key of a dict takes time
         for every key deleted before it: 33 us on average while 10,000 are taken."""
@@ -208,7 +208,7 @@ class PromptList:
         return Verdict.LATE if self.order.has_come(place) else Verdict.UNKNOWN
 
     def accept(self, task: Task, dispatch: int) -> None:
-        """Apply that a group was accepted for a task."""
+        """Apply the acceptance of a task's group."""
         if self._close(task):
             self.held[task.epoch, task.prompt] = HeldTask(task.attempt, dispatch)
 
@@ -223,10 +223,10 @@ class PromptList:
         return False
 
     def give_back(self, task: Task, reason: str, *, expired: bool) -> str:
-        """Apply that a lease ended without a group. Returns why the task is given up, or "" if it is not.
+        """Apply the end of a lease without a group. Returns why the task is given up, or "" if it is not.
 
         A reason counts as an attempt, an end of the process does not. `expired` leases are counted on their own: a
-        prompt that ends every process that works on it must not be handed out forever."""
+        prompt that kills every process that works on it must not be handed out forever."""
         place = (task.epoch, task.prompt)
         if self.leased.get(place) != task.attempt:
             return ""
@@ -252,7 +252,7 @@ class PromptList:
         return is_leased and most is not None and self.expired.get(place, 0) + 1 >= most
 
     def drop(self, task: Task, reason: str) -> None:
-        """Apply that a group of a task was dropped, or lost all its samples when it was put."""
+        """Apply the drop of a task's group, after it was accepted or because all its samples were too long."""
         found = self.held.get((task.epoch, task.prompt)) or self.aside.get((task.epoch, task.prompt))
         if found is not None and found.attempt == task.attempt:
             self.held.pop((task.epoch, task.prompt), None)
@@ -272,14 +272,14 @@ class PromptList:
         return reason
 
     def draw(self, task: Task) -> None:
-        """Apply that a step was drawn with a group of a task."""
+        """Apply the draw of a step that has a task's group."""
         found = self.held.get((task.epoch, task.prompt))
         if found is not None and found.attempt == task.attempt:
             del self.held[task.epoch, task.prompt]
             self.trained[task.epoch] += 1
 
     def set_aside(self, task: Task, *, is_aside: bool) -> None:
-        """Apply that a group went into quarantine, or was released."""
+        """Move a task's group into quarantine, or back."""
         here, there = (self.held, self.aside) if is_aside else (self.aside, self.held)
         found = here.get((task.epoch, task.prompt))
         if found is not None and found.attempt == task.attempt:
@@ -361,7 +361,7 @@ class TaskBook:
             found.order.learn(((event, found.number_of(event.group)) for event in events), until)
 
     def give_back(self, lease: Lease | None, record: ReturnLeases) -> str:
-        """Apply that a lease ended without a group. Returns why its prompt is given up, or "" if it is not."""
+        """Apply the end of a lease without a group. Returns why its prompt is given up, or "" if it is not."""
         if lease is not None and lease.kind == PROMPT and (found := self._find(lease.key)):
             return found[1].give_back(found[0], record.reason, expired=record.expired)
         return ""
@@ -397,7 +397,7 @@ class TaskBook:
             found[1].draw(found[0])
 
     def follow(self, group: str, old: State, new: State, reason: str) -> None:
-        """Apply that a group is in another state now."""
+        """Apply a group's change of state."""
         if new is State.DROPPED:
             self.drop(group, reason)
         elif State.QUARANTINED in (old, new) and (found := self._find(group)):

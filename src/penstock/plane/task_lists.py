@@ -1,4 +1,4 @@
-"""Takes lists of prompts from workers: their settings, and what the log lacks of their prompts.
+"""Receives lists of prompts from workers: settings, and the prompts that the log lacks.
 
 A worker offers a list by its digest. If the plane lacks it, the worker sends the chunks that are missing, and offers it
 again. Rows for its prompts are reserved then, and belong to the list once a decision opens it.
@@ -113,20 +113,19 @@ class PromptLists:
         self._to_open.append(upload)
 
     def _begin(self, offer: OfferPrompts) -> _Upload:
-        """Reserve rows for a list. Rows behind the last open list are of uploads that an earlier plane did not
-        finish."""
-        first = max((base + count for one in self._lists.values() for base, count, _ in one.versions), default=1)
+        """Reserve rows for a list, behind those of open lists and other uploads. Rows that are there already are of
+        uploads that were given up, here or by an earlier plane."""
         log = self._engine.log
-        if not self._uploads:
-            with log.transaction():
-                log.remove_prompts(first)
         idle = [digest for digest, upload in self._uploads.items() if not upload.opening]
         if len(self._uploads) >= _UPLOADS and idle:
             del self._uploads[idle[0]]
-        ends = [upload.base + upload.offer.count for upload in self._uploads.values()]
-        base = max([first, *ends])
+        ends = [base + count for one in self._lists.values() for base, count, _ in one.versions]
+        ends += [upload.base + upload.offer.count for upload in self._uploads.values()]
+        base = max(ends, default=1)
         if base + offer.count > _MAX_ROWS:
             raise InvalidInput(f"list {offer.list!r}: this run has no room for {offer.count:,} more prompts")
+        with log.transaction():  # `add_prompts` keeps rows that exist, so leftovers must go first
+            log.remove_prompts(base)
         upload = self._uploads[offer.digest] = _Upload(base, offer)
         return upload
 
@@ -155,8 +154,8 @@ class PromptLists:
         return bool(self._to_open)
 
     def open_next(self) -> None:
-        """Open the list that arrived first. One list a turn: what a changed list is compared with is decided then. A
-        large one takes several turns, so that heartbeats do not wait for it."""
+        """Open the list that arrived first. One list per turn: the version that a changed list is compared with must be
+        in the log. A large list takes several turns, so heartbeats do not wait for it."""
         if not self._to_open:
             return
         upload, offer = self._to_open[0], self._to_open[0].offer
@@ -217,7 +216,7 @@ class PromptLists:
 
 
 def _settings(offer: OfferPrompts) -> OfferPrompts:
-    """Return everything that an offer says, whoever makes it."""
+    """Return an offer without its ticket, to compare offers of different workers."""
     return msgspec.structs.replace(offer, ticket=0)
 
 

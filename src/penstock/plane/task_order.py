@@ -4,12 +4,11 @@
     DrawnOrder     a curriculum draws the next prompt. An epoch is as many draws as the list has prompts, so in one
                    epoch a prompt may come several times, or not at all
 
-Both follow from the log. A hand-out names its prompt, and the one of a curriculum also says up to which event of
-`plane.feedback()` the curriculum had learned. So the events and the draws are applied again in the order in which they
-happened, and a restarted plane draws what the other would have drawn.
+Both follow from the log. A hand-out names its prompt. That of a curriculum also names the last event of
+`plane.feedback()` from which the curriculum had learned. So a restart applies events and draws in their original order,
+and the new plane draws what the old one would have drawn.
 
-A place is the number of times that a prompt has come, with this one, and the number of the prompt. In an `EpochOrder`
-that number of times is the epoch.
+A place is (n, prompt): the prompt, by its number, comes for the n-th time. In an `EpochOrder` n is the epoch.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class EpochOrder:
         return {prompt: attempt for prompt, attempt in attempts.items() if attempt}  # these have ids that were used
 
     def withdraw(self, place: Place, attempt: int) -> None:
-        """Apply that an open task was given up because the list no longer has its prompt."""
+        """Apply the end of an open task whose prompt the list no longer has."""
         if place[0] == self.epoch:
             self._withdrawn[place[1]] = attempt
 
@@ -111,7 +110,7 @@ class EpochOrder:
                 yield epoch, int(prompt)
 
     def advance(self, place: Place) -> bool:
-        """Apply that a prompt was handed out. Returns False if it is not the next one."""
+        """Apply the hand-out of a prompt. Returns False if it is not the next one."""
         epoch, prompt = place
         if not self.left and epoch == self.epoch + 1:
             order = self._order_of(epoch)
@@ -130,7 +129,7 @@ class EpochOrder:
         return 0 < place[0] <= self.epoch
 
     def learn(self, events: Iterable[tuple[FeedbackEvent, int]], until: int) -> None:
-        """Nothing: this order does not depend on what became of groups."""
+        """Do nothing: this order does not depend on what became of groups."""
 
     def save(self) -> SavedOrder:
         order = self._order[self._cursor :].astype("<u4").tobytes()
@@ -196,7 +195,7 @@ class DrawnOrder:
             self._curriculum.restore(state)
 
     def withdraw(self, place: Place, attempt: int) -> None:
-        """Nothing: a prompt that returns to the list is drawn like any other."""
+        """Do nothing: a prompt that returns to the list is drawn like any other."""
 
     def to_come(self) -> Generator[Place]:
         """Yield what is handed out next, in order. Changes nothing once it is closed."""
@@ -214,7 +213,7 @@ class DrawnOrder:
                 self._curriculum.untake(prompt)
 
     def advance(self, place: Place) -> bool:
-        """Apply that a prompt was drawn. Returns False if it cannot have been."""
+        """Apply the draw of a prompt. Returns False if it cannot have been drawn."""
         time, prompt = place
         is_live = prompt < len(self._rows) and self._rows[prompt] >= 0
         if not is_live or time != self._times[prompt] + 1 or not (self.left or self.epoch < self._opened.epochs):

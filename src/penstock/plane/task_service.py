@@ -37,7 +37,7 @@ from penstock.protocol import (
 _MOST_EVENTS = 4096
 """Events that a curriculum learns from in one turn."""
 _REMEMBERED = 4096
-"""Answers whose leases are remembered, for a worker whose answer was lost."""
+"""Answers that are remembered: if one is lost, its worker asks again and gets the same leases."""
 AboutTasks: TypeAlias = Renew | GiveBack | OfferPrompts | AddPrompts | LeaseTasks
 
 

@@ -1,4 +1,4 @@
-"""What a plane counts, times, logs and shows about itself: counters, histograms, metrics of new groups, status.
+"""A plane's counters, histograms of durations, metrics of new groups, log lines and status.
 
 A plane that stalls for half a second costs every rank half a second, and nothing else shows it: processor time stays
 low while a disk or a database is slow. So loop turns, log commits and storage writes are timed where they happen.
@@ -130,8 +130,8 @@ class Marks:
 class Durations:
     """Histograms of a plane's work, and a list of the last slow pieces. `add` may be called from any thread."""
 
-    def __init__(self, slow_s: float = SLOW_S) -> None:
-        self._slow_s = slow_s
+    def __init__(self) -> None:
+        self._slow_s = SLOW_S
         self._lock = threading.Lock()
         self._histograms = {work: Histogram() for work in WORK}
         self._slow = dict.fromkeys(WORK, 0)
@@ -149,9 +149,8 @@ class Durations:
             count = self._slow[work]
             described = doing() if callable(doing) else doing
             self._last.append({"work": work, "at": time.time(), "seconds": seconds, "doing": described})
-        if (
-            count <= 10 or str(count).rstrip("0") == "1"
-        ):  # the first ten, then every power of ten: a slow disk would fill the log
+        # The first ten, then every power of ten: a slow disk would fill the log.
+        if count <= 10 or str(count).rstrip("0") == "1":
             what = f", {described}" if described else ""
             logger.warning("slow %s: %.0f ms%s (%d so far)", work, seconds * 1000, what, count)
 

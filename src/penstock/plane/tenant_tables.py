@@ -53,9 +53,9 @@ class TenantTables:
 
     def __init__(self, replay: Replay, on_evict: OnEvict, env_unit: Unit | None = None) -> None:
         self.env_unit = env_unit
-        """What environments share of a step. None: tables are of tenants, or there is one for everything."""
+        """The unit in which environments share a step. None: tables are of tenants, or there is one for everything."""
         self.shares = FairShare()
-        """What each tenant is owed in tokens, or each environment in the unit of the step's target."""
+        """The tokens that each tenant is owed, or what each environment is owed, in the unit of the step's target."""
         self._quotas: tuple[int, dict[str, int]] | None = None
         """What `quotas` returned last, until a draw or another weight changes it."""
         self.members: set[str] = set()
@@ -146,7 +146,7 @@ class TenantTables:
         return found
 
     def expect(self, dispatch: int, tenant: str) -> None:
-        """Note that a group is being generated. Where groups wait by environment its table is not known yet."""
+        """Note that a group is being generated. Does nothing for environments: the group's table is not known yet."""
         name = tenant if self.members else ""
         if self.env_unit is None and (name in self.members or not self.members):
             self.table(name).expect(dispatch)
@@ -202,10 +202,6 @@ class TenantTables:
         """Return what samplers wait for although groups are held, or ""."""
         found = {name: table.waits_for for name, table in sorted(self.tables.items())}
         return "; ".join(f"{name}: {text}" if name else text for name, text in found.items() if text)
-
-    def is_waiting(self, row: GroupRow) -> bool:
-        """Return whether a group is in its table or queue."""
-        return row.id in self or any(waiting.op == row.op for waiting in self.overflow.get(row.run, ()))
 
     def __len__(self) -> int:
         return sum(map(len, self.tables.values())) + sum(map(len, self.overflow.values()))

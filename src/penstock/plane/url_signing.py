@@ -1,7 +1,7 @@
 """URLs that the plane signs for workers that write to an object store without credentials.
 
-A worker gets URLs of its own segments only, while they take frames: to write their objects, and to read one back whose
-answer was lost. It may also read the marker, which tells whose storage it is.
+A worker gets URLs only for its own unsealed segments: to write objects, and to read back one whose answer was lost. It
+may also read the marker, which tells whose storage it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.storage import MARKER, ObjectStorage, segment_in
 
 
 class UrlSigning:
-    """Checks whose objects they are in the loop's thread. Signs beside it: credentials may have to be fetched."""
+    """Checks the owner on the loop's thread. Signs on a worker thread, because credentials may have to be fetched."""
 
     def __init__(self, engine: Engine, workers: Workers, admission: Admission, send: Callable[[Send], None]) -> None:
         self._engine, self._workers, self._admission, self._send = engine, workers, admission, send
@@ -47,7 +47,7 @@ class UrlSigning:
         self._engine.segments.check_writer(segment, writer)
 
     def _signed(self, effect: SignFor, result: list[str] | Exception) -> None:
-        """In the loop's thread: send them, or why not."""
+        """Send the URLs, or the error. Runs on the loop's thread."""
         if isinstance(result, list):
             self._engine.counts["urls_signed"] += len(result)
             signed = SignedUrls(ticket=effect.ticket[1], urls=tuple(result), seconds=self._seconds)

@@ -78,7 +78,7 @@ class Decide:
 
 @dataclass(frozen=True, slots=True)
 class SignFor:
-    """Sign these URLs, if the objects are this sender's to write."""
+    """Sign these URLs if this sender may write the objects."""
 
     ticket: Ticket
     message: SignUrls

@@ -407,7 +407,7 @@ class Coordinator:
             if others:
                 reason = f"wants to resume at step {others[-1]}, others at {start}; resume all from one checkpoint"
                 return self._abort(Happened.MISMATCH, others[-1], named[others[-1]][0], reason)
-            effects.append(Resume(self.session, start, named=bool(named), after=self._after))
+            effects.append(Resume(self.session, start, after=self._after))
             self._after = ""
             self._steps.begin_at(start)
         self._session.on(Happened.LAST_HELLO)

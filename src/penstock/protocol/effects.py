@@ -41,8 +41,6 @@ class Resume:
 
     session: int
     step: int
-    named: bool
-    """Whether the trainer named the step. Otherwise it continues at the first uncommitted one."""
     after: str = ""
     """Why the session before failed; empty if its processes left it, or there was none."""
 

@@ -6,14 +6,14 @@ import msgspec
 
 
 class FeedbackEvent(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What became of one group, as `plane.feedback()` returns it."""
+    """The outcome of one group, as `plane.feedback()` returns it."""
 
     cursor: str
-    """Resumes the stream behind this event: `plane.feedback(after=event.cursor)`."""
+    """Resumes the stream after this event: `plane.feedback(after=event.cursor)`."""
     outcome: str
     """`trained`: its step is committed. `dropped`: it left unused. `quarantined`: no step can take it. `filtered`: its
-    samples were discarded before they were put. `evaluation`: accepted, never trained. `rewound`: no group, but a
-    trainer that resumed from an older checkpoint: steps from `step` on are trained again."""
+    samples were discarded before they were put. `evaluation`: accepted, never trained. `rewound`: names no group; a
+    trainer resumed from an older checkpoint, and steps from `step` on are trained again."""
     group: str = ""
     prompt: str = ""
     env: str = ""

@@ -1,4 +1,4 @@
-"""Joiners: processes that want a place which another process holds. They wait until it is known whether it is alive.
+"""Joiners: processes that want a place which another process holds. They wait until it answers or counts as dead.
 
     plane  <- hello rank 0 (pid 8)          rank 0 is pid 7: is pid 7 alive?
     plane  -> pid 7: pulse(probe 3)

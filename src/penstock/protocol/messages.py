@@ -269,7 +269,7 @@ class Pulse(Message, frozen=True, tag="pulse"):
     policy_version: int | None = None
     """The version of the weights that was published last."""
     credit_groups: int = 0
-    """Groups that may be sent, and be unanswered, without asking for room."""
+    """Groups that may be unanswered without asking for room."""
     credit_bytes: int = 0
     """Their bytes together."""
     probe: int = 0
@@ -297,7 +297,7 @@ class Attached(Message, frozen=True, tag="attached"):
     ranks: int
     policy_version: int | None = None
     credit_groups: int = 0
-    """Groups that may be sent, and be unanswered, without asking for room."""
+    """Groups that may be unanswered without asking for room."""
     credit_bytes: int = 0
     """Their bytes together."""
     storage: str = ""
@@ -403,7 +403,7 @@ class AskRoom(Message, frozen=True, tag="ask-room"):
     """The `run` of the group's samples, or their `env` where groups wait by environment."""
     size: int
     waits: bool = True
-    """Whether to wait until there is room. Otherwise the answer is for now."""
+    """Whether to wait until there is room. If not, the answer is `Rejected` when there is none now."""
     group: str = ""
     digest: bytes = b""
     """The group's digest: a group the plane already has needs no room."""
@@ -486,13 +486,13 @@ class Accepted(Message, frozen=True, tag="accepted"):
     stale: bool = False
     """The group was too old for `max_staleness`: accepted, counted and dropped."""
     credit_groups: int = 0
-    """Groups that may be sent, and be unanswered, without asking for room."""
+    """Groups that may be unanswered without asking for room."""
     credit_bytes: int = 0
     """Their bytes together."""
     over_length: tuple[int, int, int, int] = (0, 0, 0, 0)
     """Samples and tokens truncated, samples and tokens dropped, because samples were longer than `seq_len`."""
     late: bool = False
-    """Another process was faster: a group was accepted for this task before, and this one is not kept."""
+    """Another process was faster: its group completed this task, and this one is not kept."""
 
 
 class Missing(Message, frozen=True, tag="missing"):
@@ -562,6 +562,7 @@ FromProducer: TypeAlias = (
     | AskFeedback
 )
 One: TypeAlias = FromRank | FromProducer | Attach
+"""A single message of a client. A `Bundle` holds several."""
 FromClient: TypeAlias = One | Bundle
 FromPlane: TypeAlias = (
     Welcome

@@ -25,8 +25,8 @@ may be unanswered without asking. A put beyond that asks first, and waits for `R
 otherwise find no room and be overtaken by a later one that had asked.
 
 Credit reserves nothing. A put that was sent on credit and rejected as `Overloaded` has a place in the queue and waits
-like one that asked. A message about a put that this session does not know, because it was cancelled, is answered with
-`GiveUp`, so that the plane keeps no place for it.
+like one that asked. A message about a put that was cancelled here is answered with `GiveUp`: the plane then keeps no
+place for it.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class ProducerSession:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the plane has answered once, so that this client knows the run."""
+        """Whether the plane has answered once. From then on this client knows the run."""
         return self.run_id != NO_RUN
 
     # -------------------------------------------------------------- questions
@@ -313,9 +313,9 @@ class ProducerSession:
         return Answered(ticket, Rejected(ticket=ticket, kind="InvalidInput", reason=reason))
 
     def stop_waiting(self, ticket: int) -> tuple[Rejected | None, list[Event]]:
-        """Take back a group that waits for room. Returns why it waits.
+        """Take back a group that waits for room. Returns the plane's reason why it waits.
 
-        Returns None if it does not wait for room, or the plane has not answered yet: then the answer decides.
+        Returns None if the group does not wait for room, or if the plane has not answered yet: its answer will decide.
         """
         question = self._open.get(ticket)
         if not isinstance(question, _Put):

@@ -59,7 +59,7 @@ class Staged:
     """The plane's metrics up to the moment it was planned, for the trainer."""
 
     def serves(self, inline: Iterable[int]) -> bool:
-        """Whether it has the samples of these ranks."""
+        """Return whether it has the samples of these ranks."""
         return all(self.payloads[rank] is not None for rank in inline)
 
 

@@ -1,4 +1,4 @@
-"""What sampling returns: items, their identity, how likely they were to be drawn, and weights that correct for that.
+"""The result of sampling: items, their identity, how likely they were to be drawn, and weights that correct for that.
 
 A batch drawn with preference over-represents some items. Dividing each item's contribution by how often it is expected
 in the batch (its inclusion) corrects for that, so that estimates stay unbiased. With replacement the expectation is

@@ -32,6 +32,8 @@ FREE = -1
 
 
 class Slots:
+    """What lies in each slot: key, item, handle, and a row of numbers."""
+
     def __init__(self, capacity: int) -> None:
         self.bits = max(1, (capacity - 1).bit_length())
         self._mask = (1 << self.bits) - 1
@@ -137,6 +139,8 @@ OnEvict = Callable[[Key, Reason], None]
 
 
 class Store:
+    """Slots, the indices over them, counters and the generator of one table."""
+
     def __init__(self, settings: Settings, on_evict: OnEvict | None) -> None:
         self.settings = settings
         self.slots = Slots(settings.capacity)
@@ -314,7 +318,7 @@ class Store:
         return len(slots)
 
     def _evict_one(self, removing: Index, slot: int) -> None:
-        """Do what `evict` does, for the one victim that makes room: the hot path of a full table."""
+        """`evict` for the one victim that makes room: the hot path of a full table."""
         key, times = self.slots.drop(slot)
         gone = (slot,)
         self.sampling.remove(gone)

@@ -9,8 +9,7 @@ exactly.
     DifficultyPools      prompts are sorted into pools by their last mean reward, and pools are drawn by weight
     Thompson             prompts whose groups were informative (rewards differ) are drawn more often
 
-After a rewind, steps are trained again that were observed before. Their events are ignored, so that no group counts
-twice.
+After a rewind, steps that were observed before are trained again. Their events are ignored, so no group counts twice.
 
 A plane uses the same classes to order its tasks (`plane/task_order.py`). There, prompts are numbers, and a draw is
 split: `choose` changes nothing, `take` applies a draw that the log has, `untake` undoes the last one.
@@ -37,7 +36,7 @@ MAX_PARAMETERS = 64 << 10
 
 
 class Seen(Protocol):
-    """What a curriculum reads of an event."""
+    """The fields of an event that a curriculum reads."""
 
     @property
     def outcome(self) -> str: ...
@@ -53,8 +52,8 @@ class Curriculum(Protocol):
     """Chooses prompts."""
 
     def begin(self, prompts: Sequence[Any], seed: int) -> None:
-        """Start with these prompts: their names, or anything that can be a key. Raises InvalidInput if there is none,
-        or one twice."""
+        """Start with these prompts: their names, or anything that can be a key. Raises InvalidInput if there are none,
+        or if one is given twice."""
 
     def observe(self, event: Seen) -> None:
         """Learn from an event. Events of other prompts are ignored."""
@@ -66,8 +65,8 @@ class Curriculum(Protocol):
         """Return everything but the settings, as plain data."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, after `begin` with the same seed. Prompts that are new since count as not drawn yet,
-        and what is known about others that are gone is forgotten."""
+        """Continue from `state`, after `begin` with the same seed. New prompts count as not drawn yet. What is known
+        about prompts that are gone is forgotten."""
 
 
 class DrawingCurriculum(Curriculum, Protocol):
@@ -77,7 +76,7 @@ class DrawingCurriculum(Curriculum, Protocol):
         """Return the prompt that `next` would return. Changes nothing."""
 
     def take(self, prompt: Any) -> None:
-        """Apply that a prompt was drawn."""
+        """Apply the draw of a prompt."""
 
     def untake(self, prompt: Any) -> None:
         """Undo the last `take`, which was of this prompt."""
@@ -134,7 +133,7 @@ class Sequential:
         self._prompts, self._seed, self._drawn = _checked(prompts, seed), seed, 0
 
     def observe(self, event: Seen) -> None:
-        """Ignored: the order does not depend on rewards."""
+        """Do nothing: the order does not depend on rewards."""
 
     def next(self) -> Any:
         epoch, place = divmod(self._drawn, len(self._prompts))

@@ -218,8 +218,8 @@ MAX_ROOM = 1 << 53
 class Paced(_Rule):
     """Prompts are handed out only while what they generate can still be trained within `max_staleness`.
 
-    Puts and samples never wait for it: it counts prompts handed out as tasks. When `v` weight updates were made, steps
-    up to number `v + max_staleness + 1` train what is begun now, so that many steps' groups may have begun in total:
+    Puts and samples never wait for it: it counts prompts handed out as tasks. After `v` weight updates, what begins now
+    must be trained by step `v + max_staleness + 1`. So the groups of that many steps may have begun in total:
 
     >>> Paced(max_staleness=1).lease_room(version=3, groups_per_step=8, accepted=30, running=6)   # (1 + 3 + 1) * 8 - 36
     4
@@ -249,7 +249,7 @@ class Paced(_Rule):
 
 
 def passes_inserts(limiter: Limiter) -> bool:
-    """Return whether a limiter lets every insert pass, so that it need not be asked."""
+    """Return whether a limiter lets every insert pass. Then it need not be asked."""
     return getattr(type(limiter), "may_insert", None) is _Rule.may_insert
 
 

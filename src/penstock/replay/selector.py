@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Role = Literal["sample", "remove"]
-"""What an index is for. `Prioritized` samples the most valuable items and removes the least valuable."""
+"""The purpose of an index. `Prioritized` samples the most valuable items and removes the least valuable."""
 
 
 class Draw(NamedTuple):

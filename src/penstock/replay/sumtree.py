@@ -30,6 +30,8 @@ MAX_PENDING = 32_768
 
 
 class SumTree:
+    """The weights of slots 0 .. capacity - 1."""
+
     def __init__(self, capacity: int) -> None:
         num_leaves = 1 << max(1, (capacity - 1).bit_length())
         width = min(TOP, num_leaves)
@@ -114,8 +116,11 @@ class SumTree:
         self._noted, self._total, self._bounds = array("q"), None, None
         self._pending.clear()
         self._num_pending = 0
+        # From the leaves up: of levels a b c, first (b, c), then (a, b).
         for parents, children in zip(self._levels[-2::-1], self._levels[:0:-1], strict=True):
-            if len(parents) <= 8 * len(at):  # recomputing a contiguous level is cheaper than many scattered nodes
+            # Recomputing a contiguous level is cheaper than many scattered nodes. The levels above are shorter, so they
+            # are recomputed too, and `at` is not needed any more.
+            if len(parents) <= 8 * len(at):
                 np.add(children[::2], children[1::2], out=parents)
                 continue
             at >>= 1

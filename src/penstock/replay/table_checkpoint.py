@@ -35,7 +35,7 @@ MAGIC = b"PSTABLE1"
 FORMAT = 1
 _TAIL = struct.Struct("<QQQ8s")
 _TOGETHER = 32
-"""Items that are written at once. Their bytes are copied, so not more of them."""
+"""Items that are joined and written with one call. Not more, because joining copies their bytes."""
 
 Dump = Callable[[Any], bytes | bytearray | memoryview]
 """Converts an item to bytes."""
@@ -43,7 +43,7 @@ Load = Callable[[memoryview], Any]
 """Converts bytes back to the item. The bytes are a view into the file, valid as long as it is referenced."""
 
 _ODD = (LookupError, ValueError, TypeError, ArithmeticError, SyntaxError, MemoryError, msgspec.MsgspecError)
-"""What reading a file raises that `write` did not write, behind a valid checksum."""
+"""Errors that reading raises for a file whose checksums are valid but that `write` did not write."""
 _PARTS = {part.__name__: part for part in (*SELECTORS.values(), *LIMITERS.values())}
 
 

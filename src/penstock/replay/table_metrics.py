@@ -1,4 +1,4 @@
-"""What a table counts, in three separate namespaces: what arrived, what is held, what was trained on.
+"""The counters of a table, in three separate namespaces: what arrived, what is held, what was trained on.
 
 `gen/` counts inserts only and `train/` samples only, so an item replayed five times counts once as generated and five
 times as trained. All numbers of one report are read at one moment, under the lock.

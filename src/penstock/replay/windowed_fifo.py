@@ -83,7 +83,7 @@ class DispatchIndex:
         """(dispatch, slot), ascending."""
         self._dispatch_of: dict[int, int] = {}
         self._expected: list[int] = []
-        """Dispatches that have not arrived, ascending; one that was handed out several times is there as often."""
+        """Dispatches that have not arrived, ascending. A dispatch that was handed out twice is listed twice."""
         self._overtook: list[int] = []
         """Dispatches that left while an older one was expected, ascending."""
         self._last = 0
@@ -140,6 +140,7 @@ class DispatchIndex:
         count = 0
         for dispatch, _ in self._live[free : free + self._window - 1]:
             # Places behind the anchor: live ones, expected ones (but the anchor itself) and those that left already.
+            # Window 3, expected [2], live 3 4 5: 3 and 4 have places 1 and 2 and may be drawn.
             place = count + 1 + bisect_right(self._expected, dispatch) - 1 + bisect_right(self._overtook, dispatch)
             if place > self._window - 1:
                 break

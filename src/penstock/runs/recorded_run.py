@@ -203,7 +203,7 @@ def recorded_settings(text: str) -> dict[str, Any]:
         )
     try:
         return tomllib.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptFile(f"the recorded settings cannot be read: {error}") from None
 
 

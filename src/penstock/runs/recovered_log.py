@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -131,8 +131,8 @@ def _put_back(log: Log, plan: Plan, choices: Choices, progress: Progress) -> Non
         if (where := address_of(plan.run.storage.url)) != address_of(plan.run.folder / "storage"):
             log.set_meta("storage", where)
     past = _renew(log, plan, progress)
-    placed = ((frame, frame.location) for frame in plan.found.lost)
-    _accept(log, _read_again(placed, progress), past + 1, choices, set() if plan.log is None else plan.log.members)
+    read = _read_again(plan.found.lost, progress)
+    _accept(log, read, past + 1, choices, set() if plan.log is None else plan.log.members)
     _go_on(log, plan, choices, past)
 
 
@@ -141,7 +141,7 @@ def _renew(log: Log, plan: Plan, progress: Progress) -> int:
     op, rows = log.last_op, [row for row, _ in plan.newer]
     awaits = [record for _, record in log.records() if isinstance(record, AwaitColumns)] if rows else []
     columns = {group: one.columns for record in awaits for group, one in record.groups.items()}
-    read = _read_again(((frame, frame.location) for _, frame in plan.newer), progress)
+    read = _read_again((frame for _, frame in plan.newer), progress)
     for row, (frame, location, data, metadata) in zip(rows, read, strict=True):
         before = GroupMetadata.from_bytes(log.metadata_of([row.op])[row.op])
         found = new_values(before, metadata, decode(data, limits=LIMITS))
@@ -176,7 +176,7 @@ def recover_into(plan: Plan, choices: Choices, progress: Progress = no_progress)
             return names[-1]
 
         writer, past = Writer(storage, next_segment), log.last_op
-        read = _read_again(((frame, "") for frame in plan.found.lost), progress)
+        read = _read_again(plan.found.lost, progress)
         _accept(log, _written(read, writer), past + 1, choices, set() if plan.log is None else plan.log.members)
         writer.finish()
         _go_on(log, plan, choices, past)
@@ -209,54 +209,50 @@ def _begin(plan: Plan, building: Path) -> Log:
     return SqliteLog(building)
 
 
-def _read_again(
-    frames: Iterable[tuple[LostFrame, str]], progress: Progress
-) -> Iterator[tuple[LostFrame, str, bytes, GroupMetadata]]:
-    """Yield (frame, location, bytes, metadata). Raises Conflict if a frame is not what the survey found."""
-    for name, some in groupby(frames, key=lambda one: one[0].part.name):
+class _Read(NamedTuple):
+    """A frame that was read again."""
+
+    frame: LostFrame
+    location: str
+    data: bytes
+    metadata: GroupMetadata
+
+
+def _read_again(frames: Iterable[LostFrame], progress: Progress) -> Iterator[_Read]:
+    """Read frames where they are. Raises Conflict if one is not what the survey found."""
+    for name, some in groupby(frames, key=lambda one: one.part.name):
         places = list(some)
-        part = places[0][0].part
-        for (frame, data), (_, location) in zip(frames_of(part, [one for one, _ in places]), places, strict=True):
+        for frame, data in frames_of(places[0].part, places):
             metadata = metadata_of_frame(data)
             if metadata.group != frame.group or len(data) != frame.size:
                 raise Conflict(f"{name}: changed while it was read; stop the plane that uses it, then call this again")
             progress(frame.size)
-            yield frame, location, data, metadata
+            yield _Read(frame, frame.location, data, metadata)
 
 
-def _written(
-    frames: Iterable[tuple[LostFrame, str, bytes, GroupMetadata]], writer: Writer
-) -> Iterator[tuple[LostFrame, str, bytes, GroupMetadata]]:
+def _written(frames: Iterable[_Read], writer: Writer) -> Iterator[_Read]:
     """Write frames to a storage, with one sync per batch. Yields them with their new locations."""
-    batch: list[tuple[LostFrame, str, bytes, GroupMetadata]] = []
+    batch: list[_Read] = []
     size = 0
     for one in frames:
         batch.append(one)
-        size += len(one[2])
+        size += len(one.data)
         if len(batch) == _BATCH or size >= 16 << 20:
             yield from _write(batch, writer)
             batch, size = [], 0
     yield from _write(batch, writer)
 
 
-def _write(
-    batch: list[tuple[LostFrame, str, bytes, GroupMetadata]], writer: Writer
-) -> list[tuple[LostFrame, str, bytes, GroupMetadata]]:
-    locations = writer.write([[data] for _, _, data, _ in batch]) if batch else []
-    return [(frame, at, data, metadata) for (frame, _, data, metadata), at in zip(batch, locations, strict=True)]
+def _write(batch: list[_Read], writer: Writer) -> list[_Read]:
+    locations = writer.write([[one.data] for one in batch]) if batch else []
+    return [one._replace(location=at) for one, at in zip(batch, locations, strict=True)]
 
 
-def _accept(
-    log: Log,
-    frames: Iterable[tuple[LostFrame, str, bytes, GroupMetadata]],
-    op: int,
-    choices: Choices,
-    members: set[str],
-) -> None:
+def _accept(log: Log, frames: Iterable[_Read], op: int, choices: Choices, members: set[str]) -> None:
     """Add groups to the log, as a put does."""
     batch: list[tuple[GroupRow, bytes]] = []
-    for frame, location, _, metadata in frames:
-        batch.append((_row(op + len(batch), frame, location, metadata, members), metadata.to_bytes()))
+    for one in frames:
+        batch.append((_row(op + len(batch), one, members), one.metadata.to_bytes()))
         if len(batch) == _BATCH:
             op = _add(log, batch, choices.state)
             batch = []
@@ -277,20 +273,21 @@ def _add(log: Log, rows: Sequence[tuple[GroupRow, bytes]], state: As) -> int:
     return op + 1
 
 
-def _row(op: int, frame: LostFrame, location: str, metadata: GroupMetadata, members: set[str]) -> GroupRow:
+def _row(op: int, one: _Read, members: set[str]) -> GroupRow:
+    metadata = one.metadata
     return GroupRow(
         op=op,
         id=metadata.group,
-        digest=frame.digest,
+        digest=one.frame.digest,
         policy_version=metadata.policy_version,
         samples=metadata.num_samples,
         tokens=metadata.num_tokens,
-        size=parse_location(location).size,
+        size=parse_location(one.location).size,
         # A tenant or environment that the log does not know has no table: its groups go to the common one.
         run=next((name for name in (metadata.run, metadata.env[0]) if name in members), ""),
         prompt=metadata.prompt,
         kinds=tuple(sorted(metadata.kinds.items())),
-        location=location,
+        location=one.location,
     )
 
 

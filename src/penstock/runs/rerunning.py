@@ -17,7 +17,6 @@ import xxhash
 
 from penstock.config import build
 from penstock.errors import CorruptFile, InvalidInput, PenstockError
-from penstock.frames import GroupMetadata
 from penstock.log import (
     AdmitGroup,
     AttachColumn,
@@ -38,7 +37,7 @@ from penstock.log import (
     as_corrupt,
     read_record,
 )
-from penstock.plane import COLUMN, Engine, Incoming, Intake, PlaneSettings, StepBuilder, storage_of
+from penstock.plane import COLUMN, Engine, Incoming, Intake, PlaneSettings, StepBuilder, fitting, storage_of
 from penstock.runs.recorded_run import RecordedRun, RecordEntry, StepEntry, recorded_settings
 from penstock.storage import Gone
 
@@ -248,9 +247,8 @@ class _Life:
         if isinstance(record, Quarantine):
             return Quarantine(groups={state.by_id[names[op]]: why for op, why in record.groups.items()})
         if isinstance(record, Lose):
-            return Lose(
-                groups={state.by_id[names[op]]: why for op, why in record.groups.items() if names[op] in state.by_id}
-            )
+            found = {state.by_id[names[op]]: why for op, why in record.groups.items() if names[op] in state.by_id}
+            return Lose(groups=found, reason=record.reason)
         if isinstance(record, (ReleaseGroup, DropGroup)):
             return type(record)(op=set_aside[names[record.op]])
         if isinstance(record, ReturnLeases):
@@ -287,8 +285,7 @@ class _Life:
         # The version that counted depends on how far ahead the step was drawn, which only the step itself records.
         drawn = replace(drawn, oldest_version=entry.oldest_version)
         try:
-            metadata = [GroupMetadata.from_bytes(data) for data in drawn.metadata]
-            planned = self._builder.plan(metadata, drawn.oldest_version)
+            planned = self._builder.plan(fitting(self.engine, drawn), drawn.oldest_version)
         except PenstockError as error:
             raise _Differs(f"Step {entry.step} cannot be planned now: {error}", entry.step) from None
         self.engine.record(drawn, planned)

@@ -71,7 +71,7 @@ class Exit(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """What to report about a plane that listens."""
+    """The report of a plane that listens."""
 
     pid: int
     watchdog: int | None

@@ -142,10 +142,8 @@ async def _put(
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in ("application/json", FRAME):
         return _problem(415, "InvalidInput", f"content-type: {kind[:80]!r}; must be application/json or {FRAME}")
-    timeout, limit = (
-        _number(request, "timeout", WAIT_S, 0.0, MOST_WAIT_S, "seconds"),
-        MAX_JSON_BYTES if kind == "application/json" else MAX_FRAME_BYTES,
-    )
+    timeout = _number(request, "timeout", WAIT_S, 0.0, MOST_WAIT_S, "seconds")
+    limit = MAX_FRAME_BYTES if kind == FRAME else MAX_JSON_BYTES
     with ExitStack() as held:
         body = await _receive(request, limit, in_hand, held, pool)
         if not isinstance(body, bytes):

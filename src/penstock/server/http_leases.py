@@ -87,7 +87,7 @@ class AskedAttach(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class AttachedCounts(msgspec.Struct, kw_only=True):
-    """What became of the values, in samples."""
+    """The result of an attach, in samples."""
 
     new: int
     known: Annotated[int, Meta(description="had the same value already")]
@@ -129,7 +129,7 @@ def _sample(sample: Sample) -> LeasedSample:
 # ------------------------------------------------------------------ tasks
 
 
-class WantedTasks(msgspec.Struct, kw_only=True):
+class WantedTasks(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Asks for tasks of a list. Answered when there are some, or after a heartbeat."""
 
     list: str = "prompts"
@@ -140,7 +140,7 @@ class WantedTasks(msgspec.Struct, kw_only=True):
     """Seconds without a renewal after which the tasks return."""
 
 
-class NamedLeases(msgspec.Struct, kw_only=True):
+class NamedLeases(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Leases to renew or to return."""
 
     leases: list[int]

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 from typing import ClassVar
 
+import h11
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from penstock.server.http_server import MALFORMED, REJECTION, Guard, Limits
@@ -51,9 +53,13 @@ class GuardedProtocol(H11Protocol):
             return
         self.guard.waiting.pop(self, None)
         self._deadline = _cancelled(self._deadline)
+        if cycle.keep_alive and self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
+            # The next request came before the answer to this one. Answer this one and close: no common client does
+            # this, and 200 connections that never read had 50 MB of requests waiting here, handled one after another.
+            cycle.keep_alive, cycle.default_headers = False, [*cycle.default_headers, CLOSE_HEADER]
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - the reason is the same each time
-        """Answer bytes that are no HTTP request, in the form of all other answers."""
+        """Answer bytes that are no HTTP request with JSON, like all other errors."""
         self.transport.write(MALFORMED)
         self.transport.close()
 

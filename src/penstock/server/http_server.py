@@ -1,7 +1,7 @@
 """The one HTTP server, of the API, the metrics page, the viewer and the demo: uvicorn with limits, addresses, tokens.
 
-uvicorn has no deadline for a request's headers and no limit per address: a thousand connections that send nothing,
-which needs no token, would block all other clients. The guard adds
+uvicorn has no deadline for a request's headers and no limit per address. Anyone, even without a token, could open a
+thousand connections that send nothing and so block all other clients. The guard adds
 
 - a deadline from the start of a connection, or the first byte of a further request, to the end of its headers;
 - a deadline for a client that does not read its answer;

@@ -22,7 +22,7 @@ _LIMITS = Limits(connections=64, per_address=32)
 
 
 class Health(Protocol):
-    """What probes ask. Both may be called from any thread and return at once."""
+    """The answers to probes. Both methods may be called from any thread and return at once."""
 
     def not_live(self) -> str:
         """Return the reason to restart the process, or ""."""

@@ -46,7 +46,7 @@ class AskedGroups(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class State(msgspec.Struct, kw_only=True):
-    """What became of a group."""
+    """The state of a group."""
 
     state: str
     """waiting, held, scheduled, delivered, committed, dropped, quarantined or evaluation; unknown if it was not
@@ -62,10 +62,10 @@ class States(msgspec.Struct, kw_only=True):
 
 
 class Event(msgspec.Struct, kw_only=True):
-    """What became of a group."""
+    """The outcome of a group."""
 
     cursor: str
-    """Resumes the stream behind this event."""
+    """Resumes the stream after this event."""
     outcome: str
     """trained, dropped, quarantined, filtered, evaluation or rewound."""
     reason: str
@@ -140,7 +140,7 @@ _BODIES: list[Any] = [
     *(WantedTasks, HttpTasks, NamedLeases, CancelledLeases),
     *(AskedLease, Leased, AskedAttach, AttachedCounts),
 ]
-"""What requests and answers hold."""
+"""The records of requests and answers."""
 
 
 def describe(statuses: Mapping[type[PenstockError], int]) -> dict[str, Any]:

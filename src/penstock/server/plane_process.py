@@ -35,7 +35,7 @@ class PlaneProcess:
         command = [sys.executable, "-m", "penstock.cli", "serve", *arguments, *own]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr)  # noqa: S603
         self.ready: dict[str, Any] = {}
-        """What the process printed with --json."""
+        """The report that the process printed (`--json`)."""
         try:
             self.ready = json.loads(self._first_line(time.monotonic() + timeout_s))
         except BaseException:

@@ -63,7 +63,7 @@ class Snapshot:
     def on_turn(self) -> None:
         """Answer a waiting thread, if there is one. Called by the loop."""
         if self._asked.is_set():
-            self._asked.clear()  # before taking: a question that arrives meanwhile gets a later snapshot
+            self._asked.clear()  # before taking, so that a question which arrives meanwhile is not lost
             found = self._take()
             with self._answered:
                 self._turn, self._found = self._turn + 1, found
@@ -172,13 +172,13 @@ def _points(status: dict[str, Any]) -> Iterator[Point]:
     yield from _ledger_points(status["ledger"])
     for kind, count in status["counts"].items():
         yield "penstock_plane_events_total", "counter", {"kind": kind}, count
-    for tenant, metadata in status["tenants"].items():
+    for tenant, found in status["tenants"].items():
         labels = {"tenant": tenant}
-        yield "penstock_tenant_share", "gauge", labels, metadata["share"]
-        yield "penstock_tenant_held_groups", "gauge", labels, metadata["held_groups"]
-        yield "penstock_tenant_held_bytes", "gauge", labels, metadata["held_bytes"]
-        yield "penstock_tenant_taken_tokens_total", "counter", labels, metadata["taken_tokens"]
-        yield "penstock_tenant_evicted", "gauge", labels, float(metadata["evicted"] is not None)
+        yield "penstock_tenant_share", "gauge", labels, found["share"]
+        yield "penstock_tenant_held_groups", "gauge", labels, found["held_groups"]
+        yield "penstock_tenant_held_bytes", "gauge", labels, found["held_bytes"]
+        yield "penstock_tenant_taken_tokens_total", "counter", labels, found["taken_tokens"]
+        yield "penstock_tenant_evicted", "gauge", labels, float(found["evicted"] is not None)
     yield "penstock_plane_producers_waiting", "gauge", {}, status["producers_waiting"]
     yield "penstock_plane_oldest_wait_s", "gauge", {}, status["oldest_wait_s"]
     for phase in _PHASES:

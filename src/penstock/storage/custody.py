@@ -19,7 +19,7 @@ from penstock.errors import Conflict, CorruptFile, Fenced
 from penstock.storage.interface import Storage, Writable
 
 _MOVES = 10
-"""An earlier plane moves the marker once or twice before it finds that the run is not its own."""
+"""Attempts to move the marker. An earlier plane moves it once or twice before it notices that it was replaced."""
 
 
 class Marker(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ def _decoded(storage: Writable, data: bytes | None) -> Marker | None:
         return None
     try:
         return _READ.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptFile(
             f"{storage.url}/marker: {error}; restore it from a copy of the storage, or make a new "
             "one with `penstock storage recover`"
@@ -115,15 +115,15 @@ class Custody:
         self._storage.delete(names)
 
     def _move(self, commits: int) -> None:
-        """Move the marker forward; raises Fenced where another plane took the storage."""
+        """Move the marker forward. Raises Fenced if another plane has taken the storage."""
         for _ in range(_MOVES):
             if self._moved(commits):
                 return
         raise Fenced(f"{self._storage.url}: another plane keeps moving the marker; this one deletes nothing")
 
     def _moved(self, commits: int) -> bool:
-        """Try to move the marker. False if another plane was faster: an earlier one that does not know yet that it was
-        taken over may begin a deletion, and must not keep this one from the storage."""
+        """Try to move the marker. Returns False if another plane was faster. That may be an earlier plane which begins
+        a deletion before it notices that it was replaced, so one failure is no reason to give up."""
         old, mine = self._storage.marker(), self._mine
         found = _decoded(self._storage, old)
         if found is not None and (found.run_id != mine.run_id or found.epoch > mine.epoch):

@@ -24,7 +24,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from penstock.atomic import REMEDIES, replacing, sync
+from penstock.atomic import REMEDIES, read_small, replacing, sync
 from penstock.errors import Conflict, DiskFull, StorageError
 from penstock.frames import Buffer
 from penstock.storage.interface import (
@@ -144,7 +144,7 @@ class FolderStorage:
 
     @property
     def place(self) -> str:
-        """Where it is, for messages."""
+        """Its location, for messages."""
         return str(self.folder)
 
     def is_there(self) -> bool:
@@ -184,8 +184,7 @@ class FolderStorage:
 
     def marker(self) -> bytes | None:
         try:
-            with (self.folder / "marker").open("rb") as file:
-                return file.read(_MAX_MARKER)
+            return read_small(self.folder / "marker", _MAX_MARKER)
         except FileNotFoundError:
             return None
         except IsADirectoryError as error:

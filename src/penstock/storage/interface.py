@@ -87,7 +87,7 @@ def check_wanted(wanted: Sequence[Wanted]) -> None:
 
 
 def read_ranges(storage: Storage, location: str, ranges: Sequence[Range] | None) -> list[Buffer]:
-    """Do what `Storage.read` does, by `Storage.read_into`."""
+    """Implement `Storage.read` with `Storage.read_into`."""
     at = parse_location(location)
     wanted = [(0, at.size)] if ranges is None else list(ranges)
     if any(not 0 <= start <= end <= at.size for start, end in wanted):
@@ -136,7 +136,7 @@ class SegmentFile(Protocol):
 
 
 class Writable(Protocol):
-    """What a process needs that only writes segments."""
+    """The part of a storage that is enough to write segments."""
 
     url: str
     """Its address, as other processes open it."""

@@ -92,7 +92,7 @@ def parse_object_url(text: str) -> ObjectUrl:
         )
     if "@" in rest or "?" in rest or "#" in rest:
         raise ConfigError(
-            f"storage {scheme.lower()}://...: credentials and options do not belong into the address, which is shown "
+            f"storage {scheme.lower()}://...: credentials and options do not belong in the address, which is shown "
             "and logged; give them in the environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, "
             "AZURE_STORAGE_ACCOUNT_KEY) or by the instance's role"
         )
@@ -258,8 +258,6 @@ async def persist(
         left = max(end - time.monotonic(), 1.0)
         try:
             return await asyncio.wait_for(act(), min(_ATTEMPT_S + longer, left))
-        except asyncio.CancelledError:
-            raise
         except Exception as error:  # noqa: BLE001 - whatever the client raises becomes ours
             found = failure_of(error, where)
         wait = pause * _JITTER.uniform(0.5, 1.0)  # so that many clients do not come back at once

@@ -103,7 +103,7 @@ class ObjectStorage:
         return run(self.sign_async(method, names, seconds))
 
     async def sign_async(self, method: Literal["GET", "PUT"], names: Sequence[str], seconds: float) -> list[str]:
-        """Do what `sign` does, on the thread that makes all requests."""
+        """`sign`, for callers on the thread that makes all requests."""
         import obstore
 
         valid = timedelta(seconds=seconds)
@@ -248,7 +248,7 @@ class ObjectStorage:
 
     @property
     def place(self) -> str:
-        """Where it is, for messages."""
+        """Its location, for messages."""
         return self.url
 
     def is_there(self) -> bool:
@@ -344,7 +344,7 @@ class ObjectStorage:
             self._sure_at = asked
 
     def marked(self) -> list[str]:
-        """Return every prefix below this one that has a marker, relative to it; itself as ""."""
+        """Return the prefixes at or below this one that have a marker, relative to it. This one is ""."""
         found = [meta["path"] for meta in run(self.listed(""))]
         return sorted(path.removesuffix(MARKER).rstrip("/") for path in found if path.split("/")[-1] == MARKER)
 

@@ -28,7 +28,7 @@ MAX_FRONT_BYTES = 64 << 20
 MAX_FRAME_BYTES = 4 << 30
 _CHUNK = 1 << 20
 _FALSE_START = 4096
-"""What a false start costs of the allowance, beside the bytes that were hashed for it."""
+"""Bytes of the allowance that a false start uses up, beside those that were hashed for it."""
 
 
 @dataclass(frozen=True, slots=True)

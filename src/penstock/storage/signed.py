@@ -56,7 +56,7 @@ class _Signed:
 
 
 class SignedStorage:
-    """What a worker needs to write segments. It reads the marker, and objects that it has written itself."""
+    """Writes segments for a worker without credentials. Reads the marker, and objects that it has written itself."""
 
     segment_bytes = ObjectStorage.segment_bytes
     batch_bytes = ObjectStorage.batch_bytes

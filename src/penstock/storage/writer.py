@@ -1,4 +1,4 @@
-"""Writes frames to segments of this process, with one sync for all frames that are written together.
+"""Writes frames to segments of this process. Frames that are written together share one sync.
 
 A segment belongs to one process. Its name is registered in the log before its first byte, so `next_segment` asks the
 process that holds the log. After a failed write the segment is abandoned: the kernel may have dropped pages it could
@@ -49,7 +49,7 @@ class Writer:
         try:
             try:
                 return self._append(frames, deadline)
-            except SegmentSealed:  # by a plane that was started again, before it was asked to sign this write
+            except SegmentSealed:  # a restarted plane sealed it and does not sign this write
                 return self._append(frames, deadline)
         finally:
             size = sum(len(piece) for pieces in frames for piece in pieces)

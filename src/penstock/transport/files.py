@@ -175,7 +175,7 @@ class FilePlane:
             message = _take(self._inbox / name, self._max_message) if match else None
             if match and message is not None:
                 got.append((match[1], *message))
-                room -= sum(map(len, message[1]))
+                room -= len(message[0]) + sum(map(len, message[1]))
             if room <= 0:
                 break  # the rest stays on disk until the next turn
         self._idle_s = _FAST_S if got else min(self._idle_s * 1.5, _SLOW_S)

@@ -28,7 +28,7 @@ import zmq
 
 logger = logging.getLogger("penstock.sockets")
 SLACK_BYTES = 64 << 20
-"""Allowed beside one message of the largest size, for what other peers are sending."""
+"""Bytes allowed beyond one message of the largest size, for messages that other peers are sending."""
 _LOOK_S, _QUIET_S, _LAZY_S, _BUSY = 0.02, 0.1, 0.25, 20
 """Look every 20 ms, every 100 ms while little arrives, and never more than a twentieth of the time, up to 250 ms."""
 _LITTLE = 1 << 20

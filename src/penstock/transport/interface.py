@@ -45,7 +45,7 @@ class PlaneTransport(Protocol):
         """The polling interval of a transport that cannot announce messages, or None."""
 
     def pollable(self) -> object | None:
-        """A ZeroMQ socket or file descriptor that becomes readable when there is something to receive."""
+        """Return a ZeroMQ socket or descriptor that becomes readable when there is something to receive, or None."""
 
     def receive(self) -> list[tuple[Peer, Buffer, Frames]]:
         """Return the messages that have arrived, without waiting."""

@@ -24,9 +24,12 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
+from penstock.atomic import read_small
 from penstock.errors import ConfigError
 
 _DOMAIN = "penstock"
+_MAX_KEY_FILE = 4096
+"""Bytes, of which a key has 40."""
 _REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
@@ -121,7 +124,7 @@ def _write(path: Path, key: bytes, mode: int) -> Path:
 
 def _read(path: Path) -> bytes:
     try:
-        key = path.read_bytes().strip()
+        key = read_small(path, _MAX_KEY_FILE).strip()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; make keys with `penstock keys DIR`") from None
     if len(key) != 40:
@@ -222,7 +225,7 @@ def refuse_strangers(url: str, keys: PlaneKeys, handler: Guard, timeout_s: float
 
 
 def _reachable(url: str) -> str:
-    """Return an address this host can connect to, for one that means all interfaces."""
+    """Return an address that this host can connect to: loopback, where the address means all interfaces."""
     return url.replace("tcp://0.0.0.0:", "tcp://127.0.0.1:").replace("tcp://[::]:", "tcp://[::1]:")
 
 

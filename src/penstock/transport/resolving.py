@@ -154,7 +154,7 @@ class ResolvingClient:
             return None
         try:
             got = self._inner.receive(timeout_s)
-        except KeyRefused:  # it may have other keys by now: ask, as of a plane that does not answer
+        except KeyRefused:  # the plane may have new keys: treated as silence, so its address is looked up again
             return None
         if got is not None:
             self._resolver.on_received()
@@ -185,8 +185,8 @@ class ResolvingClient:
             old.close()
 
     def _on_found(self) -> None:
-        """On the resolver's thread: make the first connection and send what waited for it, even if the client's thread
-        is idle."""
+        """Make the first connection and send what waited for it. Runs on the resolver's thread, because the client's
+        thread may be idle."""
         if self._inner is not None or self._closed:
             self.wake()
             return

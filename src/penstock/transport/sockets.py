@@ -27,7 +27,7 @@ from penstock.protocol import Buffer, Frames, Peer
 from penstock.transport import forked_sockets
 from penstock.transport.inbound import SLACK_BYTES, Inbound, is_supported
 from penstock.transport.interface import Envelope, Wake
-from penstock.transport.keys import WRITER, ClientKeys, PlaneKeys, guard, refuse_strangers
+from penstock.transport.keys import WRITER, ClientKeys, Guard, PlaneKeys, guard, refuse_strangers
 
 logger = logging.getLogger("penstock.sockets")
 MAX_MESSAGE = 2**31 - 1
@@ -39,8 +39,6 @@ _URL = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^:/]+):(?P<port>\d+|\*)|ip
 _NOW, _MORE, _READABLE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.POLLIN)
 """As plain numbers, because combining flags makes an object each time."""
 _QUEUE = 256
-_PAYLOAD_MS = 1 << 30
-"""How long a payload may take before ZeroMQ drops the connection. Effectively never: the protocol's deadlines apply."""
 _NOT_ALLOWED = 400
 """Status code of the ZeroMQ Authentication Protocol."""
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -94,19 +92,23 @@ class SocketPlane:
             _check_free(url.removeprefix("ipc://"))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._inbound: Inbound | None = None
+        self._guard: Guard | None = None
+        try:
+            self._listen(url)
+        except BaseException:
+            self.close()
+            raise
+
+    def _listen(self, url: str) -> None:
         configure(self._socket, payloads=True, max_message=self._max_message)
-        # libzmq 4.3.5 aborts the process (`!_io_error`, libzmq issue 4841) when it sends a heartbeat on a connection
-        # that was closed while more than `_QUEUE` of its messages wait here. A flood brings that about in seconds.
-        # TCP's keepalive finds clients that vanished, and the clients' own heartbeats are still answered.
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
         self._inbound = self._watch() if url.startswith("tcp://") else None
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error for an unknown peer, instead of a silent drop
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a process that reconnects keeps its address
-        self._guard = guard(self._context, self._socket, keys) if keys else None
+        self._guard = guard(self._context, self._socket, self.keys) if self.keys else None
         try:
             self._socket.bind(url)
         except zmq.ZMQError as error:
-            self.close()
             busy = error.errno == zmq.EADDRINUSE
             remedy = "is another plane running there?" if busy else "give an address that this host has"
             raise ConfigError(f"address {url!r}: {zmq.strerror(error.errno or 0)}; {remedy}") from None
@@ -115,12 +117,8 @@ class SocketPlane:
         forked_sockets.close_in_children(self._url)
         if self._url.startswith("ipc://"):
             os.chmod(self._url[len("ipc://") :], 0o600)  # noqa: PTH101
-        if keys and self._guard:
-            try:
-                refuse_strangers(self._url, keys, self._guard)
-            except Exception:
-                self.close()
-                raise
+        if self.keys and self._guard:
+            refuse_strangers(self._url, self.keys, self._guard)
 
     def _watch(self) -> Inbound | None:
         if not is_supported():
@@ -200,7 +198,7 @@ def connected_pair(
 
 
 class KeyRefused(PeerError):
-    """The plane does not accept this client's keys, or that it has none."""
+    """The plane does not accept this client's keys, or requires keys and the client has none."""
 
 
 class SocketClient:
@@ -211,15 +209,19 @@ class SocketClient:
         """The keys it connects with."""
         check_url(url, secured=keys is not None)
         self._context = zmq.Context()
+        try:
+            self._small, self._large = connected_pair(self._context, url, keys)
+        except zmq.ZMQError as error:
+            self._context.destroy(0)  # one that is collected with open sockets waits for them without limit
+            raise ConfigError(f"address {url!r}: {zmq.strerror(error.errno or 0)}") from None
         self._wake = Wake()
         self._poller = zmq.Poller()
         self._poller.register(self._wake.descriptor, zmq.POLLIN)
-        self._small, self._large = connected_pair(self._context, url, keys)
         for end in (self._small, self._large):
             self._poller.register(end, zmq.POLLIN)
         self._url = url
-        # ZeroMQ connects again and again with keys that are refused. Without this, that looks like a plane that is not
-        # there. If the first refusal is missed here, the next one comes after 50 ms.
+        # ZeroMQ retries silently with keys that are refused, which looks like a plane that is not running. The monitor
+        # reports the refusals. If the first one is missed here, the next one comes after 50 ms.
         self._monitor = self._small.get_monitor_socket(_REFUSALS)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._ended = 0
@@ -255,7 +257,7 @@ class SocketClient:
             # proxy whose plane is away, but that sends no greeting.
             self._ended = (self._ended + 1) % _CLOSED_OFTEN
             mechanism = b"" if self._ended else _mechanism_at(self._url)
-        # 400 means that the plane looked the key up. Other codes pass, such as those of a plane that is just ending.
+        # 400 means that the plane looked the key up. Other codes are temporary, such as that of a plane that is ending.
         refused = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == _NOT_ALLOWED
         if self.keys is None:
             if mechanism == b"CURVE":
@@ -334,12 +336,13 @@ def configure(end: zmq.Socket[bytes], *, payloads: bool, max_message: int = MAX_
     end.setsockopt(zmq.RECONNECT_IVL, 50)
     end.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     # An idle connection must stay open, and one whose other end vanished silently must be detected. Otherwise messages
-    # would wait until TCP gives up, a quarter of an hour later. On the payload connection TCP itself has to detect it
-    # (data unacknowledged for half a minute): the answer to ZeroMQ's heartbeat waits behind the payload, so a payload
-    # that takes a slow link longer than the heartbeat's timeout would be cut off and sent again forever.
-    end.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-    end.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PAYLOAD_MS if payloads else 15_000)
-    end.setsockopt(zmq.TCP_MAXRT, 30_000)
+    # would wait until TCP gives up, a quarter of an hour later. TCP does both: keepalive while nothing is sent, and a
+    # limit for data that is not acknowledged, which is short enough to connect again before `plane_s` is over.
+    # ZeroMQ's own heartbeats stay off: libzmq 4.3.5 aborts the process (`!_io_error`, libzmq issue 4841) when it sends
+    # one on a connection that was closed while more than `_QUEUE` of its messages wait here. A flood brings that about
+    # in seconds, on either side. They would also wait behind a payload, and cut off one that a slow link delays.
+    end.setsockopt(zmq.HEARTBEAT_IVL, 0)
+    end.setsockopt(zmq.TCP_MAXRT, 30_000 if payloads else 15_000)
     end.setsockopt(zmq.TCP_KEEPALIVE, 1)
     end.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 5)
     end.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)

@@ -9,11 +9,11 @@ from penstock.view.library import Library as Library
 from penstock.view.library import is_run_folder as is_run_folder
 from penstock.view.library import run_folders as run_folders
 from penstock.view.parquet import ParquetFile as ParquetFile
+from penstock.view.parquet import check_row_group as check_row_group
 from penstock.view.parquet import list_array as list_array
 from penstock.view.parquet import list_type as list_type
 from penstock.view.parquet import upload_records as upload_records
 from penstock.view.plane_steps import EVALUATION as EVALUATION
-from penstock.view.plane_steps import plane_of as plane_of
 from penstock.view.plot_step import Timing as Timing
 from penstock.view.plot_step import draw as draw
 from penstock.view.plot_step import picture as picture

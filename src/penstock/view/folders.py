@@ -25,7 +25,7 @@ from urllib.parse import quote, unquote
 import msgspec
 import xxhash
 
-from penstock.atomic import folder_errors, rename, replacing, sync
+from penstock.atomic import folder_errors, read_small, rename, replacing, sync
 from penstock.errors import Conflict, CorruptFile, StorageError
 from penstock.view.tallies import Count, Summary
 
@@ -159,7 +159,7 @@ def read_done(path: Path, rank: int) -> Done | None:
     """Read a rank's marker, None if there is none."""
     marker = path / f"rank_{rank}.done"
     try:
-        return _decoded(marker.read_bytes(), marker, rank)
+        return _decoded(read_small(marker), marker, rank)
     except FileNotFoundError:
         return None
 

@@ -29,12 +29,13 @@ from penstock.log import (
     RunEvent,
     State,
     is_gone,
+    plane_of,
     reading,
     run_events_of,
 )
 from penstock.plane import SETTINGS, read_manifest
 from penstock.runs import LoggedStep, logged_steps
-from penstock.view.plane_steps import logger, plane_of
+from penstock.view.plane_steps import logger
 from penstock.view.run_files import RunState, last_lines
 
 MOST_PROMPTS = 1000
@@ -278,7 +279,10 @@ def _decision(record: Record, tenant: str) -> tuple[str, str] | None:
         return "evict", f"{tenant} {record.tenant!r} was evicted: {record.reason}"
     if isinstance(record, Quarantine | Lose):
         many = "1 group was" if len(record.groups) == 1 else f"{len(record.groups)} groups were"
-        kind, what = ("quarantine", "quarantined") if isinstance(record, Quarantine) else ("lose", "lost")
+        if isinstance(record, Quarantine):
+            kind, what = "quarantine", "quarantined"
+        else:
+            kind, what = "lose", "lost" if record.reason == "lost" else "dropped"
         return kind, f"{many} {what}: {next(iter(record.groups.values()), '')}"
     return None
 

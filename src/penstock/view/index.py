@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import UnknownKey
 from penstock.view.record import OF_SAMPLE, ReadLine, Record, Skipped, Step
-from penstock.view.tallies import StepTokens, Tally, disagreement, reward_of, trains
+from penstock.view.tallies import NOTHING, StepTokens, Summary, disagreement, reward_of, trains
 
 MAX_NODES = 4096
 """Branches of a group's tree that are shown."""
@@ -44,9 +44,9 @@ class StepIndex:
         rows: list[dict[str, Any]] = []
         lines: list[ReadLine] = []
         ids: list[NDArray[np.int64]] = []
-        tally, tokens, skipped, rule = Tally(), StepTokens(), Skipped(), None
+        total, tokens, skipped, rule = NOTHING, StepTokens(), Skipped(), None
         for line, record in step.lines(skipped):
-            tally.add(record)
+            total = total.plus(Summary.of(record))
             tokens.add(record)
             rows.append({"index": len(rows), **describe(record)})
             ids.append(record.columns["token_ids"])
@@ -55,7 +55,7 @@ class StepIndex:
         return StepIndex(
             rows=rows,
             lines=lines,
-            summary=tally.as_dict(),
+            summary=total.as_dict(),
             tokens=tokens,
             ids=ids,
             skipped=skipped,

@@ -6,22 +6,23 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from penstock.errors import InvalidInput, MissingAsset, PenstockError, UnknownKey
+from penstock.log import plane_of
 from penstock.view.folders import EXPORTS, STABLE
 from penstock.view.history import Event, Noted, PlaneNotes, deaths_of, history_of, of_exports, over_steps
 from penstock.view.index import StepIndex, branches, find
 from penstock.view.jsonl import encode_line
-from penstock.view.plane_steps import EVALUATION, dropped_of, plane_of, records_of
+from penstock.view.plane_steps import EVALUATION, dropped_of, records_of
 from penstock.view.reader import Export
 from penstock.view.record import Step
-from penstock.view.run_files import Places, as_columns, is_written, last_written, rows_since, state_of
-from penstock.view.tallies import Tally, tally
+from penstock.view.run_files import Places, as_columns, is_written, last_written, merged, rows_since, state_of
+from penstock.view.tallies import NOTHING, Summary, tally
 from penstock.view.vocabulary import Vocabulary, open_vocabulary, texts
 
 if TYPE_CHECKING:
@@ -131,16 +132,15 @@ class Library:
     def run(self, export: str, run: str) -> dict[str, Any]:
         """Return a run's metrics over steps: those it wrote for every step, and those of exported steps."""
         self._check_run(export, run)
-        rows: dict[float, dict[str, float | None]] = {}
+        rows: list[dict[str, float | None]] = []
         places: Places = {}
         while run != EVALUATION:
             more, now = rows_since(self.home(export, run), places)
-            for row in more:
-                rows.setdefault(row["step"] or 0, {}).update(row)
+            rows += more
             if now == places:
                 break
             places = now
-        metrics = as_columns(rows[step] for step in sorted(rows))
+        metrics = as_columns(merged(rows))
         found = {**self.points(export, run), "metrics": metrics, "at": places, "events": self.events(export, run)}
         return found | {"settings": self._noted(export, run).settings}
 
@@ -384,13 +384,8 @@ def run_point(step: Step) -> dict[str, Any]:
     """Return the points of one exported step on a run's curves."""
     marks = list(step.done().values())
     sums = [mark.summary for mark in marks if mark.summary is not None]
-    if marks and len(sums) == len(marks):
-        total = Tally()
-        for own in sums:
-            total.merge(own)
-    else:
-        total = tally(step.records())
-    summary = total.as_dict()
+    is_known = bool(marks) and len(sums) == len(marks)
+    summary = (reduce(Summary.plus, sums, NOTHING) if is_known else tally(step.records())).as_dict()
     batches = [batch for mark in marks for batch in mark.micro_batches]
     computed = sum(batch.tokens for batch in batches)
     packed = computed - sum(batch.padding for batch in batches)

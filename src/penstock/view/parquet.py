@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _RECORDS_PER_GROUP = 64
 _IMAGES_PER_GROUP = 8 << 20
 """Image bytes at which a row group is written: 64 records of a rollout with screenshots are 267 MB."""
+MAX_GROUP_BYTES = 4 << 30
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4}
 PART_BYTES = 8 << 20
 """Bytes of an upload sent, and held in memory, at a time."""
 _TEXT = ("rollout", "rule", "images", "columns")
@@ -152,9 +154,22 @@ def read_parquet(path: Path) -> Iterator[Record]:
     try:
         with pq.ParquetFile(path) as file:
             for group in range(file.num_row_groups):
+                check_row_group(file, group)
                 yield from _rows(file.read_row_group(group))
     except (pa.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
         raise CorruptFile(f"{path}: {error}; not a complete Parquet file of records") from None
+
+
+def check_row_group(file: Any, group: int) -> None:
+    """Raise ValueError for a row group that would unfold to more than `MAX_GROUP_BYTES`: 800 bytes can hold 2^31 equal
+    numbers."""
+    chunks = file.metadata.row_group(group)
+    found = [chunks.column(i) for i in range(chunks.num_columns)]
+    size = sum(
+        max(chunk.num_values * _WIDTHS.get(chunk.physical_type, 8), chunk.total_uncompressed_size) for chunk in found
+    )
+    if size > MAX_GROUP_BYTES:
+        raise ValueError(f"row group {group} would unfold to {size:,} bytes; at most {MAX_GROUP_BYTES:,} are read")
 
 
 def _arrow() -> Any:

@@ -24,7 +24,7 @@ import numpy as np
 
 from penstock.arrays import NO_VERSION, Sample, Samples
 from penstock.errors import CorruptFile, PenstockError, UnknownKey
-from penstock.log import GroupRow, State, is_run, reading, state_of
+from penstock.log import GroupRow, State, plane_of, reading, state_of
 from penstock.packing import pack
 from penstock.runs import (
     LoggedStep,
@@ -136,11 +136,6 @@ class EvaluationStep(FrameStep):
 
     def groups_in(self) -> Iterator[_Stored]:
         return (_Stored(id=group.id, location=group.location) for group in self.groups)
-
-
-def plane_of(folder: Path) -> Path | None:
-    """Return the folder of a run's plane, the run's own or `plane` inside it; None if there is none."""
-    return next((path for path in (folder, folder / "plane") if is_run(path)), None)
 
 
 def evaluation_steps(folder: Path) -> list[EvaluationStep]:

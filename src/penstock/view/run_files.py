@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.atomic import replacing
+from penstock.atomic import read_small, replacing
 from penstock.log import is_gone, pid_space
 
 STATE = "state.json"
@@ -40,13 +40,20 @@ def is_written(folder: Path) -> bool:
 
 def rows_since(folder: Path, places: Places) -> tuple[list[dict[str, float | None]], Places]:
     """Return lines added since `places`, merged and sorted by step, and the places to continue from."""
-    rows: dict[int, dict[str, float | None]] = {}
+    rows: list[dict[str, float | None]] = []
     now = dict(places)
     for name in FILES:
         found, now[name] = new_rows(folder / name, places.get(name, 0))
-        for row in found:
-            rows.setdefault(int(row["step"] or 0), {}).update(row)
-    return [rows[step] for step in sorted(rows)], now
+        rows += found
+    return merged(rows), now
+
+
+def merged(rows: Iterable[Mapping[str, float | None]]) -> list[dict[str, float | None]]:
+    """Merge the rows of each step, sorted by step. If a step was trained again, its last line counts."""
+    found: dict[int, dict[str, float | None]] = {}
+    for row in rows:
+        found.setdefault(int(row["step"] or 0), {}).update(row)
+    return [found[step] for step in sorted(found)]
 
 
 def new_rows(path: Path, start: int) -> tuple[list[dict[str, float | None]], int]:
@@ -149,8 +156,8 @@ def at_work(folder: Path) -> Iterator[None]:
 def state_of(folder: Path) -> RunState | None:
     """Read the state of the run in a folder, None if unknown."""
     try:
-        found = _READ_STATE.decode((folder / STATE).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError, UnicodeDecodeError):
+        found = _READ_STATE.decode(read_small(folder / STATE))
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     if found.state == "running" and found.host == platform.node() and is_gone(pid_space(), found.pid):
         return msgspec.structs.replace(found, state="gone", ended=last_written(folder) or found.began)

@@ -21,7 +21,7 @@ from penstock.errors import ConfigError
 from penstock.view.folders import Done, PackedBatch, publish, write_done
 from penstock.view.jsonl import MalformedLine, parse_line
 from penstock.view.record import Record
-from penstock.view.tallies import Tally
+from penstock.view.tallies import NOTHING, Summary
 
 
 class Choice:
@@ -176,7 +176,7 @@ class StepFile:
     choice: Choice
     max_bytes: int | None
     micro_batches: list[PackedBatch] = field(default_factory=list)
-    tally: Tally = field(default_factory=Tally)
+    summary: Summary = NOTHING
     written: int = 0
     skipped: int = 0
     _file: HashedFile | None = None
@@ -192,7 +192,9 @@ class StepFile:
 
     def open(self, step: int) -> None:
         """Start the file. Keeps complete lines of earlier trainer steps from an interrupted attempt."""
-        earlier = _lines_before(self.part, step, self.tally) if self.format.suffix == "jsonl" else []
+        earlier: list[bytes] = []
+        if self.format.suffix == "jsonl":
+            earlier, self.summary = _lines_before(self.part, step)
         self._file = HashedFile(self.part)
         self._sink = self.format(self._file)  # type: ignore[arg-type]
         self._file.writelines(earlier)
@@ -202,7 +204,7 @@ class StepFile:
         """Write the chosen records of a micro-batch."""
         chosen = []
         for record in records:
-            self.tally.add(record)
+            self.summary = self.summary.plus(Summary.of(record))
             if self.choice.offer(record):
                 chosen.append(record)
             else:
@@ -236,7 +238,7 @@ class StepFile:
             digest=self._file.digest(),
             records=self.written,
             skipped=self.skipped,
-            summary=self.tally.summary(),
+            summary=self.summary,
             micro_batches=self.micro_batches,
         )
         write_done(self.folder, done)
@@ -248,17 +250,17 @@ class StepFile:
                 self._file.close()
 
 
-def _lines_before(part: Path, step: int, tally: Tally) -> list[bytes]:
-    """Return the lines of earlier trainer steps and add them to the tally.
+def _lines_before(part: Path, step: int) -> tuple[list[bytes], Summary]:
+    """Return the lines of earlier trainer steps, and their summary.
 
     A run's step may span several trainer steps, and those before the restart are not trained again.
     """
-    kept = []
+    kept, summary = [], NOTHING
     with suppress(FileNotFoundError), part.open("rb") as file:
         for line in file:
             with suppress(MalformedLine):
                 record = parse_line(line)
                 if line.endswith(b"\n") and record.fields["step"] is not None and record.fields["step"] < step:
                     kept.append(line)
-                    tally.add(record)
-    return kept
+                    summary = summary.plus(Summary.of(record))
+    return kept, summary

@@ -9,7 +9,8 @@ a what-if mask over all tokens of a step is one pass over them and reads no file
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import reduce
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -56,12 +57,13 @@ class Moments(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A tally as in markers, `penstock tokens --json` and the viewer. None where nothing was counted."""
+    """Sums over records, as in markers, `penstock tokens --json` and the viewer. None where nothing was counted."""
 
     records: Count
     tokens: Count
     loss_tokens: Count
     compared_tokens: Count
+    """Trained tokens of records with known masks: the denominator of masked fractions."""
     masked: dict[str, Count]
     masked_fraction: dict[str, float]
     """Fractions of the compared tokens."""
@@ -74,83 +76,62 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     idle: Count | None = None
     """Records that train nothing; None in markers of earlier versions."""
 
-
-@dataclass(slots=True)
-class Tally:
-    """Sums over records, or over the tallies of ranks."""
-
-    records: int = 0
-    tokens: int = 0
-    loss_tokens: int = 0
-    masked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MASKS, 0))
-    compared_tokens: int = 0
-    """Trained tokens of records with known masks: the denominator of masked fractions."""
-    idle: int | None = 0
-    """Records that train nothing; None if that is not known of some."""
-    moments: dict[str, Moments] = field(default_factory=dict)
-    """By name, of MEASURED over trained tokens and of OF_SAMPLES over records. Absent if nothing was counted."""
-
-    def add(self, record: Record) -> None:
-        columns, mask = record.columns, record.columns["loss_mask"]
-        trained = int(np.count_nonzero(mask))
-        self.records += 1
-        self.idle = None if self.idle is None else self.idle + (not trains(record))
-        self.tokens += len(mask)
-        self.loss_tokens += trained
-        for name in MEASURED:
-            if name in columns:
-                self._count(name, Moments.of(columns[name][mask]))
-        if all(name in columns for name in MASKS):
-            self.compared_tokens += trained
-            for name in MASKS:
-                self.masked[name] += int(np.count_nonzero(columns[name]))
-        self._add_sample(record)
-
-    def _add_sample(self, record: Record) -> None:
+    @staticmethod
+    def of(record: Record) -> Summary:
+        """Summarize one record."""
+        columns, mask = record.columns, record.loss_mask
+        values = {name: columns[name][mask] for name in MEASURED if name in columns}
         of_sample = (reward_of(record), record.num_tokens, record.fields.get("staleness"))
-        for name, value in zip(OF_SAMPLES, of_sample, strict=True):
-            if value is not None:
-                self._count(name, Moments.of(np.array([value])))
-
-    def _count(self, name: str, more: Moments | None) -> None:
-        if more is not None:
-            self.moments[name] = self.moments[name].plus(more) if name in self.moments else more
-
-    def merge(self, summary: Summary) -> None:
-        """Add another tally."""
-        for name in ("records", "tokens", "loss_tokens", "compared_tokens"):
-            setattr(self, name, getattr(self, name) + getattr(summary, name))
-        self.idle = None if self.idle is None or summary.idle is None else self.idle + summary.idle
-        for name in MASKS:
-            self.masked[name] += summary.masked.get(name, 0)
-        for name in (*MEASURED, *OF_SAMPLES):
-            self._count(name, getattr(summary, name))
-
-    def summary(self) -> Summary:
-        """Return the sums and fractions."""
+        of_samples = zip(OF_SAMPLES, of_sample, strict=True)
+        values |= {name: np.array([value]) for name, value in of_samples if value is not None}
+        trained = _n(mask)
+        compared = trained if all(name in columns for name in MASKS) else 0
+        masked = {name: _n(columns[name]) if compared else 0 for name in MASKS}
         return Summary(
-            records=self.records,
-            tokens=self.tokens,
-            loss_tokens=self.loss_tokens,
-            compared_tokens=self.compared_tokens,
-            masked=dict(self.masked),
-            masked_fraction={name: n / self.compared_tokens for name, n in self.masked.items() if self.compared_tokens},
-            **self.moments,
-            idle=self.idle,
+            records=1,
+            tokens=len(mask),
+            loss_tokens=trained,
+            compared_tokens=compared,
+            masked=masked,
+            masked_fraction=_fractions(masked, compared),
+            idle=int(not trains(record)),
+            **{name: Moments.of(found) for name, found in values.items()},
+        )
+
+    def plus(self, other: Summary) -> Summary:
+        """Return the sums over both."""
+        compared = self.compared_tokens + other.compared_tokens
+        masked = {name: self.masked.get(name, 0) + other.masked.get(name, 0) for name in MASKS}
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in (*MEASURED, *OF_SAMPLES)}
+        return Summary(
+            records=self.records + other.records,
+            tokens=self.tokens + other.tokens,
+            loss_tokens=self.loss_tokens + other.loss_tokens,
+            compared_tokens=compared,
+            masked=masked,
+            masked_fraction=_fractions(masked, compared),
+            idle=None if self.idle is None or other.idle is None else self.idle + other.idle,
+            **{name: one.plus(two) if one and two else one or two for name, (one, two) in pairs.items()},
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the summary as plain data."""
-        found: dict[str, Any] = msgspec.to_builtins(self.summary())
+        found: dict[str, Any] = msgspec.to_builtins(self)
         return found
 
 
-def tally(records: Iterable[Record]) -> Tally:
+def _fractions(masked: Mapping[str, int], compared: int) -> dict[str, float]:
+    return {name: count / compared for name, count in masked.items() if compared}
+
+
+NOTHING = Summary(
+    records=0, tokens=0, loss_tokens=0, compared_tokens=0, masked=dict.fromkeys(MASKS, 0), masked_fraction={}, idle=0
+)
+
+
+def tally(records: Iterable[Record]) -> Summary:
     """Add up records."""
-    out = Tally()
-    for record in records:
-        out.add(record)
-    return out
+    return reduce(Summary.plus, map(Summary.of, records), NOTHING)
 
 
 def moments_of(values: Iterable[float | None]) -> dict[str, float] | None:

@@ -28,7 +28,7 @@ from penstock.server import HttpServer
 from penstock.view.access import Guard, new_token
 from penstock.view.library import Library, runs_of
 from penstock.view.plane_steps import EVALUATION
-from penstock.view.run_files import FILES, Places, as_columns, rows_in, rows_since
+from penstock.view.run_files import FILES, Places, as_columns, merged, rows_in, rows_since
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -317,7 +317,7 @@ def _of_run(library: Library, export: str, run: dict[str, Any]) -> dict[str, Any
 
 def _rewards(library: Library, export: str, run: str) -> list[tuple[int, float | None]]:
     """Return (step, mean reward) of the last steps: from the run's metrics, else from its plane or its exports."""
-    rows = _last_rows(library.home(export, run))
+    rows = merged(rows_in(library.home(export, run) / FILES[0]))[-_CURVE:]
     if rows:
         return [(int(row["step"] or 0), _first(row, _REWARDS)) for row in rows]
     points = library.last_points(export, run, _CURVE)
@@ -326,10 +326,3 @@ def _rewards(library: Library, export: str, run: str) -> list[tuple[int, float |
 
 def _first(row: dict[str, float | None], names: tuple[str, ...]) -> float | None:
     return next((row[name] for name in names if row.get(name) is not None), None)
-
-
-def _last_rows(home: Path) -> list[dict[str, float | None]]:
-    rows: dict[float, dict[str, float | None]] = {}
-    for row in rows_in(home / FILES[0]):
-        rows[row["step"] or 0] = row
-    return [rows[step] for step in sorted(rows)[-_CURVE:]]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.atomic import beside, rename
+from penstock.atomic import replacing
 from penstock.capture import field_of
 from penstock.errors import InvalidInput
 from penstock.integrations.environments.verifiers_rollouts import SAMPLE, TRACES_FILE
+from penstock.integrations.formats.shared import Place, json_lines
 from penstock.view import Record
 
 _BRANCH = re.compile(r"(.*/\d+)(?:\.\d+)?")
@@ -143,25 +144,12 @@ def annotate_file(traces: Path, records: Iterable[Record], out: Path) -> Annotat
         )
     index, found = index_records(records), Annotated()
     out.parent.mkdir(parents=True, exist_ok=True)
-    part = beside(out)
-    with part.open("w", encoding="utf-8") as file:
-        for episode in _episodes(source):
+    with replacing(out) as file:
+        for _, episode in json_lines(Place(str(source)), nan=True):
             for trace in episode.get("traces", ()):
                 tokens = annotate_trace(trace, index)
                 found.traces += tokens > 0
                 found.untrained += tokens == 0
                 found.tokens += tokens
-            file.write(json.dumps(episode) + "\n")
-    rename(part, out)
+            file.write(json.dumps(episode).encode() + b"\n")
     return found
-
-
-def _episodes(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                yield json.loads(line)
-            except ValueError:
-                raise InvalidInput(f"{path}:{number}: not JSON; each line is one episode") from None

@@ -37,7 +37,7 @@ from penstock.integrations.formats.slime_samples import read_slime, write_slime
 from penstock.integrations.formats.trajectory_files import ATIF_MARK, read_agent_lightning, read_atif, read_traces
 from penstock.integrations.formats.verl_tensors import read_verl, write_verl
 from penstock.integrations.trainers.trl_rollouts import read_trl, write_trl
-from penstock.view import plane_of
+from penstock.log import plane_of
 
 _LOOK = 1 << 20
 Read = Callable[[Place, Lost, Options], Iterator[Sample]]

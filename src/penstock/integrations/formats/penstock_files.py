@@ -18,9 +18,9 @@ from penstock.capture import read_span
 from penstock.errors import InvalidInput, PenstockError
 from penstock.frames import encode, read_frames, write_frames
 from penstock.integrations.formats.shared import Lost, Place
-from penstock.log import as_corrupt
+from penstock.log import as_corrupt, plane_of
 from penstock.runs import kept_groups, stored_samples
-from penstock.view import OF_SAMPLE, TABLE, Record, Skipped, plane_of, read_file
+from penstock.view import OF_SAMPLE, TABLE, Record, Skipped, read_file
 
 _OF_BATCH = {column.name: column.attribute for column in TABLE if column.source == "batch"}
 _DERIVED = ("position_ids",)

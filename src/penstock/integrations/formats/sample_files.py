@@ -44,7 +44,7 @@ from penstock.capture import located, optional_list, read_span
 from penstock.errors import CorruptFile, InvalidInput, PenstockError
 from penstock.extras import require
 from penstock.integrations.formats.shared import Lost, Place, json_lines
-from penstock.view import list_array, list_type
+from penstock.view import check_row_group, list_array, list_type
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -219,6 +219,7 @@ def read_table(place: Place, lost: Lost) -> Iterator[Sample]:
         lost.unread.update({name: file.metadata.num_rows for name in names if name not in taken})
         at = 0
         for group in range(file.num_row_groups):
+            check_row_group(file, group)
             table = file.read_row_group(group, [name for name in names if name in taken])
             yield from _rows(table, own, place, at)
             at += len(table)

@@ -17,17 +17,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import numpy as np
 
+try:
+    from tinker import Datum, EncodedTextChunk, ModelInput
+    from tinker.types import ImageChunk, LossFnType, PromptProvenanceSpan, SampledProvenanceSpan
+except ImportError as error:
+    from penstock.extras import missing
+
+    raise missing("penstock.integrations.formats.tinker_datums", error) from None
+
 from penstock.arrays import Array, ImageSpan, Sample
 from penstock.errors import InvalidInput
-from penstock.extras import require
 from penstock.integrations.formats.shared import once, per_token
-
-if TYPE_CHECKING:
-    from tinker import Datum, ModelInput
 
 CROSS_ENTROPY = "cross_entropy"
 _FORMATS = {"image/png": "png", "image/jpeg": "jpeg"}
@@ -77,9 +81,6 @@ def to_datums(
     >>> datum.loss_fn_inputs["advantages"].tolist(), datum.loss_fn_inputs["logprobs"].tolist()
     ([1.0, 1.0], [-0.5, -0.25])
     """
-    require("to_datums", "tinker")
-    from tinker.types import LossFnType
-
     if loss_fn not in get_args(LossFnType):
         raise InvalidInput(f"loss_fn {loss_fn!r:.60}: unknown to tinker; use one of {', '.join(get_args(LossFnType))}")
     rows = list(samples)
@@ -88,8 +89,6 @@ def to_datums(
 
 
 def _datum(sample: Sample, loss_fn: str, images: ImageBytes | None, provenance: bool) -> Datum:
-    from tinker import Datum
-
     where = f"sample {sample.id!r}"
     if sample.num_tokens < 2:
         raise InvalidInput(f"{where}: 1 token; a datum needs at least two, an input and its target")
@@ -120,8 +119,6 @@ def _loss_inputs(sample: Sample, loss_fn: str, where: str) -> dict[str, Array]:
 
 
 def _model_input(sample: Sample, images: ImageBytes | None, where: str) -> ModelInput:
-    from tinker import EncodedTextChunk, ModelInput
-
     ids: list[int] = sample.token_ids.tolist()
     if max(ids) >= 2**31:
         raise InvalidInput(f"{where}.token_ids: {max(ids)}; ids of a datum must be below 2**31")
@@ -140,8 +137,6 @@ def _model_input(sample: Sample, images: ImageBytes | None, where: str) -> Model
 
 
 def _image(span: ImageSpan, images: ImageBytes | None, where: str) -> Any:
-    from tinker.types import ImageChunk
-
     if images is None:
         raise InvalidInput(f"{where}: no bytes; pass images=, for example AssetStore.get")
     data = images(span.hash)
@@ -156,8 +151,6 @@ def _spans(sample: Sample, cut: slice) -> list[Any]:
 
     Mask 0 0 1 1 0 cut to [1:] is 0 1 1 0: spans (offset 1, length 1), (2, 2) and (4, 1).
     """
-    from tinker.types import PromptProvenanceSpan, SampledProvenanceSpan
-
     mask = sample.loss_mask[cut]
     start = range(sample.num_tokens)[cut].start
     edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
@@ -189,7 +182,6 @@ def from_datums(datums: Iterable[Datum], *, ids: Sequence[str] | None = None) ->
     where weights are not 0; without weights where log-probabilities or advantages are not 0. Weights other than 1
     become `ce_weights`, and the mode is sft.
     """
-    require("from_datums", "tinker")
     rows = list(datums)
     if ids is not None and len(ids) != len(rows):
         raise InvalidInput(f"ids: {len(ids)} for {len(rows)} datums; give one each")
@@ -202,8 +194,6 @@ def _id(datum: Datum, number: int) -> str:
 
 
 def _sample(datum: Datum, id: str) -> Sample:  # noqa: A002 - the field's own name
-    from tinker import EncodedTextChunk
-
     where = f"datum {id!r}"
     if not all(isinstance(chunk, EncodedTextChunk) for chunk in datum.model_input.chunks):
         raise InvalidInput(f"{where}: has chunks that are not text; keep the original samples and their ids")
@@ -229,8 +219,6 @@ def _sample(datum: Datum, id: str) -> Sample:  # noqa: A002 - the field's own na
 
 
 def _trained(datum: Datum, inputs: Mapping[str, Array], count: int, where: str) -> Array:
-    from tinker.types import SampledProvenanceSpan
-
     if datum.loss_fn_input_spans is not None:
         marks = [(isinstance(span, SampledProvenanceSpan), span.length) for span in datum.loss_fn_input_spans]
         return np.repeat([mark for mark, _ in marks], [length for _, length in marks])

@@ -296,6 +296,9 @@ def _safetensors(place: Place) -> dict[str, Any]:
     require("safetensors files", "safetensors")
     from safetensors import SafetensorError, safe_open
 
+    size = place.path.stat().st_size
+    if size > MAX_BYTES:
+        raise ValueError(f"holds {size} bytes; the limit is {MAX_BYTES}; split the file")
     try:
         with safe_open(place.path, framework="numpy") as file:
             texts = json.loads((file.metadata() or {}).get("non_tensor_batch", "{}"))

@@ -28,10 +28,9 @@ try:
     from transformers.trainer_callback import ExportableState
     from transformers.trainer_utils import get_last_checkpoint
 except ImportError as error:
-    from penstock.errors import MissingExtra
-    from penstock.extras import install
+    from penstock.extras import missing
 
-    raise MissingExtra(f"PlaneTrainer: needs {error.name or error}; {install('transformers')}") from None
+    raise missing("PlaneTrainer", error, extra="transformers") from None
 
 from penstock.client import Plane, Source, Step, connect
 from penstock.errors import ConfigError, InvalidInput

@@ -11,6 +11,7 @@ that computes log-probabilities (they are kept) and the one that computes the lo
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,9 @@ try:
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 except ImportError as error:
-    from penstock.errors import MissingExtra
-    from penstock.extras import install
+    from penstock.extras import missing
 
-    raise MissingExtra(f"ExportTokens: needs {error.name or error}; {install('trl')}") from None
+    raise missing("ExportTokens", error, extra="trl") from None
 
 from penstock.arrays import Sample
 from penstock.packing import MicroBatch, pack
@@ -139,12 +139,5 @@ def _weighted(rewards: tuple[float, ...], weights: list[float]) -> float:
 
 
 def _without_loss(terms: Terms) -> Terms:
-    return Terms(
-        loss=torch.full_like(terms.loss, math.nan),
-        trainer_logprobs=terms.trainer_logprobs,
-        entropy=terms.entropy,
-        log_ratio=terms.log_ratio,
-        ratio=terms.ratio,
-        mismatch_kl=terms.mismatch_kl,
-        prob_delta=terms.prob_delta,
-    )
+    nothing = torch.full_like(terms.loss, math.nan)
+    return replace(terms, loss=nothing, masked=None, masked_high=None, masked_low=None, rules={})

@@ -35,10 +35,9 @@ try:
     from trl.experimental.async_grpo import AsyncGRPOTrainer
     from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutSample
 except ImportError as error:
-    from penstock.errors import MissingExtra
-    from penstock.extras import install
+    from penstock.extras import missing
 
-    raise MissingExtra(f"Durable: needs {error.name or error}; {install('trl')}") from None
+    raise missing("Durable", error, extra="trl") from None
 
 from penstock.arrays import Sample
 from penstock.client import Plane, Source, Step

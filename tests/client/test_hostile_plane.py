@@ -1,0 +1,78 @@
+"""A plane that means harm to its clients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import penstock as ps
+from penstock.errors import PeerError
+from penstock.protocol import Accepted, Attach, FromClient, FromPlane, OpenSegment, Pulse, SegmentOpened
+from penstock.protocol.messages import Put, Trace
+from penstock.storage.custody import Marker
+from tests.support.fake_plane import RUN, FakePlane, attached
+from tests.support.groups import named_group
+from tests.support.pace import eventually
+
+pytestmark = pytest.mark.process
+
+
+@pytest.mark.parametrize("segment", ["../../victim/evil", "{victim}/evil", "a\0b", "", "0123456789ABCDEF"])
+def test_a_segment_that_leads_out_of_the_storage_is_rejected(tmp_path: Path, segment: str) -> None:
+    storage, victim = tmp_path / "storage", tmp_path / "victim"
+    (storage / "segments").mkdir(parents=True)
+    victim.mkdir()
+    (storage / "marker").write_bytes(Marker(run_id=RUN.hex(), epoch=1, commits=0).to_bytes())
+
+    def answer(message: FromClient) -> Sequence[FromPlane]:
+        if isinstance(message, Attach):
+            return [attached(message.ticket, storage=str(storage))]
+        if isinstance(message, OpenSegment):
+            return [SegmentOpened(ticket=message.ticket, segment=segment.format(victim=victim))]
+        return [Accepted(ticket=message.ticket)] if isinstance(message, Put) else []
+
+    with (
+        FakePlane(answer) as fake,
+        ps.open(fake.url) as plane,
+        pytest.raises(PeerError, match=r"opened segment .*; a name has 16 hexadecimal digits"),
+    ):
+        plane.put(named_group("a"), timeout=60)
+    assert not list(victim.iterdir()) and not list((storage / "segments").iterdir())
+
+
+@pytest.mark.parametrize("storage", ["/" + "x" * 5000, "/a\0b", "/dev/null", "s3://key:secret@bucket/x", "../.."])
+def test_a_storage_that_cannot_be_is_not_used(storage: str) -> None:
+    def answer(message: FromClient) -> Sequence[FromPlane]:
+        if isinstance(message, Attach):
+            return [attached(message.ticket, storage=storage)]
+        return [Accepted(ticket=message.ticket)] if isinstance(message, Put) else []
+
+    with FakePlane(answer) as fake, ps.open(fake.url) as plane:
+        assert plane.put(named_group("a"), timeout=60)
+
+
+def test_a_put_that_a_living_plane_does_not_answer_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    def has_said() -> bool:
+        return any("alive, and has not answered 1 group" in record.getMessage() for record in caplog.records)
+
+    def answer(message: FromClient) -> Sequence[FromPlane]:
+        if isinstance(message, Attach):
+            return [attached(message.ticket)]
+        if isinstance(message, Trace) and has_said():
+            return [Accepted(ticket=message.ticket)]
+        return [Pulse(epoch=1, session=0, waiting_for="nothing")]
+
+    with (
+        caplog.at_level(logging.WARNING),
+        FakePlane(answer) as fake,
+        ps.open(fake.url) as plane,
+        ThreadPoolExecutor() as pool,
+    ):
+        put = pool.submit(plane.put, named_group("a"), timeout=0.5)
+        eventually(has_said)
+        assert put.result(120)
+    assert len([record for record in caplog.records if "has not answered" in record.getMessage()]) == 1
