@@ -114,6 +114,28 @@ def test_trained_samples_without_sampler_logprobs_among_others_that_have_them_ar
         pack([teacher, sample(3, "lack", mode="opd")], ranks=1, seq_len=8)
 
 
+@pytest.mark.parametrize(
+    ("lack", "column"),
+    [
+        ({"ref_kl_weights": [0.0, 0.5], "logprobs": [0, -1], "advantages": 1.0}, "teacher_logprobs"),
+        ({"mode": "sft", "ref_kl_weights": [0.0, 1.0], "logprobs": [0, -1]}, "teacher_logprobs"),
+        ({"mode": "sft", "rl_weights": [0.0, 1.0], "advantages": 1.0}, "logprobs"),
+        ({"mode": "opd", "rl_weights": [0.0, 1.0], "logprobs": [0, -1], "teacher_logprobs": [0, -1]}, "advantages"),
+    ],
+)
+def test_weights_of_a_term_need_its_columns_whatever_the_mode(lack: dict[str, Any], column: str) -> None:
+    tokens: dict[str, Any] = {"token_ids": [1, 2], "loss_mask": [0, 1]}
+    have = [
+        Sample(id="rl", **tokens, logprobs=[0, -1], advantages=1.0),
+        Sample(id="opd", **tokens, mode="opd", logprobs=[0, -1], teacher_logprobs=[0, -1]),
+    ]
+    with pytest.raises(InvalidInput, match=f"samples 'lack': no {column}, which . other samples of the step have"):
+        pack([*have, Sample(id="lack", **tokens, **lack)], ranks=1, seq_len=8)
+    without = {name: values for name, values in lack.items() if not name.endswith("_weights")}
+    weights: dict[str, Any] = {name: [0.0, 0.0] for name in lack if name.endswith("_weights")}
+    pack([*have, Sample(id="no weight", **tokens, **without, **weights)], ranks=1, seq_len=8)
+
+
 def test_routed_experts_never_meet_samples_without_them() -> None:
     routed = [sample(4, f"r{i}", routed_experts=np.full((4, 2, 2), i + 1, np.uint8)) for i in range(2)]
     step = pack([*routed, sample(4, "plain")], ranks=1, seq_len=16, pad_to_multiple_of=16)

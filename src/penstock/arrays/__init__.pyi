@@ -25,6 +25,7 @@ from penstock.arrays.columns import COLUMNS as COLUMNS
 from penstock.arrays.columns import MODES as MODES
 from penstock.arrays.columns import NO_VERSION as NO_VERSION
 from penstock.arrays.columns import PER_NODE as PER_NODE
+from penstock.arrays.columns import TERM_OF_MODE as TERM_OF_MODE
 from penstock.arrays.columns import TEXT_COLUMNS as TEXT_COLUMNS
 from penstock.arrays.columns import TOKEN_COLUMNS as TOKEN_COLUMNS
 from penstock.arrays.columns import TOPK as TOPK

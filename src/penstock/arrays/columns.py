@@ -245,7 +245,10 @@ ALL_OR_NONE = {
     "teacher_logprobs": ("opd",),
     "teacher_topk_logprobs": ("opd",),
 }
-"""Columns that either all trained samples of these modes in a step have, or none of them."""
+"""Columns that either all trained samples of these modes in a step have, or none of them. A sample of another mode that
+has a weight in the term of one of these modes counts as well."""
+TERM_OF_MODE = {"rl": 0, "sft": 1, "opd": 2}
+"""The place in `WEIGHTS` of each mode's own term."""
 
 
 TOPK = ("teacher_topk_ids", "teacher_topk_logprobs")

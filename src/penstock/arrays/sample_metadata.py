@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays.columns import ALL_OR_NONE, WEIGHTS
+from penstock.arrays.columns import ALL_OR_NONE, TERM_OF_MODE, WEIGHTS
 from penstock.arrays.images import ImageSpan
 from penstock.arrays.own_columns import Own
 from penstock.arrays.samples import Samples, trained_tokens
@@ -127,14 +127,16 @@ class SampleMetadata:
         )
 
     def lacking(self, name: str) -> NDArray[np.bool_]:
-        """Return [n], trained samples whose mode needs this column of `ALL_OR_NONE`, and that lack it.
+        """Return [n], trained samples whose mode or weights need this column of `ALL_OR_NONE`, and that lack it.
 
         If any sample of the step has the column, in any mode, these would be filled with 0.0.
         """
         modes = ALL_OR_NONE[name]
         asked = self.kept_loss_tokens > 0
         if not set(self.mode).issubset(modes):
-            asked &= np.fromiter((mode in modes for mode in self.mode), np.bool_, len(self))
+            needs = np.fromiter((mode in modes for mode in self.mode), np.bool_, len(self))
+            needs |= self.term_tokens[:, [TERM_OF_MODE[mode] for mode in modes]].any(axis=1)
+            asked &= needs
         return asked & ~self.has[name] if name in self.has else asked
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from penstock.arrays import (
     ALL_OR_NONE,
+    WEIGHTS,
     Description,
     Own,
     RolloutInfo,
@@ -430,9 +431,9 @@ def _kinds(group: str, table: SampleMetadata, *, is_partial: bool) -> dict[str, 
     A group that has a column demands that every sample that needs it has it, even if the group could do without.
     """
     found: dict[str, str] = {}
-    present = set(table.mode)
+    present, weighted = set(table.mode), not table.has.keys().isdisjoint(WEIGHTS)
     for name, modes in ALL_OR_NONE.items():
-        if name not in table.has and present.isdisjoint(modes):
+        if name not in table.has and present.isdisjoint(modes) and not weighted:
             continue
         have = int(np.count_nonzero(table.has[name])) if name in table.has else 0
         if have == len(table):
@@ -443,7 +444,8 @@ def _kinds(group: str, table: SampleMetadata, *, is_partial: bool) -> dict[str, 
         if have and lack and not is_partial:
             raise InvalidInput(
                 f"group {group!r}: sample {table.ids[int(lacking.argmax())]!r} has no {name}, which {have} other "
-                f"samples have; record them for all trained samples of mode {' or '.join(modes)}, or for none"
+                f"samples have; record them for all trained samples of mode {' or '.join(modes)}, with weights of "
+                "these modes, or for none"
             )
         if have or lack:
             found[name] = WITH if have else WITHOUT

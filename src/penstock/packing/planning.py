@@ -66,7 +66,8 @@ def check_columns(metadata: SampleMetadata) -> None:
             names = ", ".join(repr(metadata.ids[i]) for i in missing[:5].tolist())
             raise InvalidInput(
                 f"samples {names}{' and others' if len(missing) > 5 else ''}: no {name}, which {have} other samples of "
-                f"the step have; record them for all trained samples of mode {' or '.join(modes)}, or for none"
+                f"the step have; record them for all trained samples of mode {' or '.join(modes)}, with weights of "
+                "these modes, or for none"
             )
 
 

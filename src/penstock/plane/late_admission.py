@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.arrays import ALL_OR_NONE
+from penstock.arrays import ALL_OR_NONE, TERM_OF_MODE
 from penstock.convert import Rollouts, advantage_named, filter_named
 from penstock.errors import InvalidInput
 from penstock.frames import LATE_COLUMNS, GroupMetadata, LateColumns, with_late
@@ -91,15 +91,16 @@ def _admit(metadata: GroupMetadata, group: WaitingGroup) -> Verdict:
 
 
 def _lacking(metadata: GroupMetadata, group: WaitingGroup) -> NDArray[np.bool_]:
-    """Return [samples], True where a sample lacks a column that its mode needs and that frames store. Distillation
-    would silently train such a sample towards zeros."""
+    """Return [samples], True where a sample lacks a column that its mode or weights need and that frames store.
+    Distillation would silently train such a sample towards zeros."""
     count = metadata.num_samples
     modes = metadata.modes if len(metadata.modes) > 1 else metadata.modes * count
-    found = np.zeros(count, np.bool_)
+    terms, found = np.frombuffer(metadata.term_tokens, "<i8").reshape(-1, 3), np.zeros(count, np.bool_)
     for name in group.awaited.columns:
         if name not in LATE_COLUMNS:
             needed = ALL_OR_NONE.get(name, ())
-            found[[row for row in group.lacks(name) if modes[row] in needed]] = True
+            places = [TERM_OF_MODE[mode] for mode in needed]
+            found[[row for row in group.lacks(name) if modes[row] in needed or terms[row, places].any()]] = True
     return found
 
 
