@@ -19,7 +19,7 @@ import zstandard
 import penstock as ps
 from penstock.arrays import Ragged, Samples
 from penstock.errors import CorruptFrame
-from penstock.frames import Limits, decode, read_head
+from penstock.frames import ANY_SIZE, Limits, decode, read_head
 from penstock.frames.codings import CONSTANT, NARROW, PACKED, PLANES, RAW, RUNS, SPARSE
 from penstock.frames.layout import PREFIX_SIZE
 from tests.frames.frames import FRAMES, forged, parts
@@ -235,6 +235,10 @@ def test_token_counts_beyond_the_limits_are_refused_before_anything_is_allocated
 def test_the_default_limits_refuse_a_small_frame_that_unfolds_to_gigabytes() -> None:
     message = refused(small_header(2**29), small_head(2**29), limits=Limits())
     assert f"{2**29} tokens" in message
+
+
+def test_a_step_that_no_memory_can_hold_is_refused_whatever_the_plane_says() -> None:
+    assert "would unfold to" in refused(small_header(2**39), small_head(2**39), limits=ANY_SIZE)
 
 
 def test_a_byte_limit_refuses_columns_that_are_each_within_the_token_limit() -> None:

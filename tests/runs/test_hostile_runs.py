@@ -12,6 +12,7 @@ import pytest
 
 from penstock.cli import main
 from penstock.errors import CorruptFile
+from penstock.log import SqliteLog
 from penstock.runs.recorded_run import RecordedRun
 from tests.support.attacks import archive
 
@@ -96,6 +97,36 @@ def test_settings_of_very_deep_names_are_rejected_unread(
         log.commit()
     with pytest.raises(CorruptFile, match=message):
         RecordedRun.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (
+            "ALTER TABLE groups RENAME TO kept; CREATE VIEW groups AS WITH RECURSIVE x AS "
+            "(SELECT * FROM kept UNION ALL SELECT * FROM x) SELECT * FROM x",
+            "holds view 'groups', which no plane makes",
+        ),
+        (
+            "CREATE TRIGGER odd AFTER UPDATE ON meta BEGIN DELETE FROM groups; END",
+            "holds trigger 'odd', which no plane makes",
+        ),
+    ],
+    ids=["view", "trigger"],
+)
+def test_a_log_with_views_or_triggers_is_rejected(
+    honest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], script: str, message: str
+) -> None:
+    """A view in the place of a table that has no end, and a trigger that deletes what a plane is about to need."""
+    folder = tmp_path / "run"
+    shutil.copytree(honest, folder)
+    with closing(sqlite3.connect(folder / "log.sqlite")) as log:
+        log.executescript(script)
+    for command in (["rerun"], ["inspect"]):
+        assert main([*command, str(folder)]) == 1
+        assert message in capsys.readouterr().err
+    with pytest.raises(CorruptFile, match=message):
+        SqliteLog(folder)
 
 
 def test_a_decision_about_a_group_that_is_none_is_named(

@@ -146,6 +146,22 @@ def test_a_connection_that_does_not_wait_for_its_answers_gets_one() -> None:
         assert ask(url, "/") == (200, b"ok") and pages.sent.is_set()
 
 
+def test_requests_that_cannot_be_read_are_not_logged(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Strangers need no token to send them, and a line for each would fill the disk."""
+    with serving() as (_, url):
+        for _ in range(20):
+            with connect(url) as line:
+                line.sendall(b"\x16\x03\x01 no HTTP\r\n\r\n")
+                assert line.recv(1 << 16).startswith(b"HTTP/1.1 400")
+        with connect(url) as line:
+            line.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+            assert line.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    assert not [record for record in caplog.records if record.name.startswith(("uvicorn", "penstock"))]
+    assert "Invalid HTTP request" not in capfd.readouterr().err
+
+
 def test_requests_that_are_answered_are_not_closed_for_others_and_a_full_server_says_so() -> None:
     with serving(connections=4, per_address=4) as (pages, url), contextlib.ExitStack() as stack:
         busy = [stack.enter_context(connect(url)) for _ in range(4)]

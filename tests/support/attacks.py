@@ -12,7 +12,9 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import time
 import zipfile
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +26,7 @@ import zmq
 
 import penstock as ps
 from penstock.protocol.message_header import pack_message
-from penstock.protocol.messages import Discard, SettleGroup, SetWeight
+from penstock.protocol.messages import Ask, AskRoom, Discard, Put, SettleGroup, SetWeight
 from tests.support.groups import named_group
 
 _MIB = 1 << 20
@@ -48,6 +50,10 @@ class Peak:
     @property
     def grown_mb(self) -> float:
         return self.mb - self.before_mb
+
+    @property
+    def now_mb(self) -> float:
+        return self._read("VmRSS")
 
     def _read(self, name: str) -> float:
         line = next(line for line in self._status.read_text().splitlines() if line.startswith(name))
@@ -165,6 +171,60 @@ def huge_names(url: str, run_id: str, *, mebibytes: int = 10, count: int = 20) -
     end.poll(60_000)  # until one was answered
     end.close(linger=20_000)
     context.term()
+
+
+def _greeting(mechanism: bytes) -> bytes:
+    return b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+def half_open(url: str, *, peers: int = 200, seconds: float = 10) -> None:
+    """Connections that begin a handshake with keys and say nothing more. The oldest makes room for the next."""
+    lines: deque[socket.socket] = deque()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            line = connect(url)
+            line.sendall(_greeting(b"CURVE"))
+            lines.append(line)
+        if len(lines) > peers:
+            lines.popleft().close()
+    for line in lines:
+        line.close()
+
+
+def unread_answers(url: str, run_id: str, *, peers: int = 200, seconds: float = 10) -> None:
+    """Peers that ask for the status all the time and read no answer."""
+    body = b"\x05READY" + b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+    ask = pack_message(Ask(ticket=1), bytes.fromhex(run_id))
+    with contextlib.ExitStack() as stack:
+        lines = [stack.enter_context(connect(url)) for _ in range(peers)]
+        for line in lines:
+            line.sendall(_greeting(b"NULL") + b"\x04" + bytes([len(body)]) + body)
+            line.setblocking(False)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for line in lines:
+                with contextlib.suppress(OSError):
+                    line.send((b"\x00" + bytes([len(ask)]) + ask) * 20)
+            time.sleep(0.05)
+
+
+def no_payloads(url: str, run_id: str, *, peers: int = 200, seconds: float = 10) -> None:
+    """Producers that announce groups, ask for room and after them, and send no frame."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    ends, run = [context.socket(zmq.DEALER) for _ in range(peers)], bytes.fromhex(run_id)
+    for end in ends:
+        end.connect(url)
+    number, until = 0, time.monotonic() + seconds
+    while time.monotonic() < until:
+        for end in ends:
+            number += 1
+            put = Put(ticket=number, group=f"g{number}", digest=bytes(16))
+            for message in (put, AskRoom(ticket=number, tenant=f"t{number}", size=1000)):
+                with contextlib.suppress(zmq.Again):
+                    end.send(pack_message(message, run), zmq.NOBLOCK)
+        time.sleep(0.05)
+    context.destroy(linger=0)
 
 
 # ------------------------------------------------------------------ files

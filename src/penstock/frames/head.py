@@ -10,6 +10,7 @@ the storage.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,8 +70,11 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
-ANY_SIZE = Limits(max_samples=1 << 31, max_tokens=1 << 40, max_bytes=1 << 50)
-"""For a step: the plane built it, and each of its groups was checked before."""
+ANY_SIZE = Limits(
+    max_samples=1 << 31, max_tokens=1 << 40, max_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+)
+"""For a step: the plane built it, and each of its groups was checked before. What this machine's memory cannot hold is
+an error all the same."""
 _U4, _I8 = np.dtype("<u4"), np.dtype("<i8")
 _NEEDED = frozenset(TEXTS)
 

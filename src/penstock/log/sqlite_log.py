@@ -23,7 +23,7 @@ from penstock.errors import CorruptFile, DiskFull
 from penstock.log.decision_log import FORMAT, Guard, Log
 from penstock.log.log_rows import TABLES, definitions
 from penstock.log.run_folder import Disk, Witness, check_log_is_there, check_witness, own, release
-from penstock.log.sqlite_reader import quick_check, typed_error, typed_errors
+from penstock.log.sqlite_reader import check_objects, quick_check, typed_error, typed_errors
 
 logger = logging.getLogger("penstock.log")
 _PAGE = 4096
@@ -108,6 +108,7 @@ class SqliteLog(Log):
             self._db.execute(f"PRAGMA journal_size_limit={4 * self._wal_bytes}")
             # The checkpointer's thread should do this. If it cannot keep up, a commit does it at four times the size.
             self._db.execute(f"PRAGMA wal_autocheckpoint={max(4 * self._wal_bytes // self._page, 1)}")
+            check_objects(self._db, self._path)
             self._check_format()
             self._db.executescript(SCHEMA)
             self.commits = self.meta("commits", 0)

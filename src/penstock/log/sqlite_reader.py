@@ -49,6 +49,7 @@ def reading_sqlite(path: Path) -> Iterator[SqliteReader]:
         log = sqlite3.connect(f"file:{quote(str(path.resolve()))}?{mode}", uri=True, isolation_level=None, timeout=1.0)
         try:
             log.execute("BEGIN")
+            check_objects(log, str(path))
             yield SqliteReader(log, str(path))
         finally:
             log.close()
@@ -58,6 +59,16 @@ def reading_sqlite(path: Path) -> Iterator[SqliteReader]:
                 f"{path}: on a network filesystem its plane has it locked; ask the plane by its address, or stop it"
             ) from None
         raise CorruptFile(f"{path}: {error}; if a plane is just starting on it, try again") from None
+
+
+def check_objects(db: sqlite3.Connection, where: str) -> None:
+    """Raise CorruptFile if a log's file holds a view or a trigger. No plane makes one: a view in the place of a table
+    can have no end, and a trigger would act on what a plane writes."""
+    found = db.execute("SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index')").fetchone()
+    if found is not None:
+        raise CorruptFile(
+            f"{where}: holds {found[0]} {str(found[1])[:60]!r}, which no plane makes; restore the folder from a copy"
+        )
 
 
 def back_up(source: Path, target: Path) -> None:

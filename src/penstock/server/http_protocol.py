@@ -4,6 +4,7 @@ imports uvicorn, which is optional."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import ClassVar
 
 import h11
@@ -11,6 +12,9 @@ from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from penstock.server.http_server import MALFORMED, REJECTION, Guard, Limits
+
+_LOGGER = logging.getLogger("penstock.http")
+_LOGGER.setLevel(logging.ERROR)  # uvicorn warns of each request it cannot read: strangers would fill the disk
 
 
 class GuardedProtocol(H11Protocol):
@@ -23,6 +27,7 @@ class GuardedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.logger = _LOGGER
         self._address = self.client[0] if self.client else ""
         self._counted = self.guard.admit(self._address)
         if not self._counted:

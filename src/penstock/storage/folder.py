@@ -129,7 +129,7 @@ class FolderStorage:
         """Open a segment to read it. Opened for each use, because network filesystems refresh a file's size then."""
         path = self.path(segment)
         try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # never waits for the writer of a pipe
         except OSError as error:
             # A missing file in a folder that is there is gone. Without the folder the storage may just not be mounted.
             if error.errno in _MISSING and self._segments.is_dir():

@@ -1,5 +1,6 @@
 from penstock.transport.files import FileClient as FileClient
 from penstock.transport.files import FilePlane as FilePlane
+from penstock.transport.inbound import trim as trim
 from penstock.transport.interface import ClientTransport as ClientTransport
 from penstock.transport.interface import Envelope as Envelope
 from penstock.transport.interface import PlaneTransport as PlaneTransport

@@ -36,7 +36,7 @@ _LITTLE = 1 << 20
 _PER_PART = 64
 """Bytes that framing and encryption add to a part, at most."""
 _PER_S = 16
-"""Bytes of ZeroMQ's own heartbeats, at most."""
+"""Bytes of ZeroMQ's own heartbeats, at most. Our clients send none."""
 _TRIM_S = 0.5
 _TELL_S = 10.0
 _SO_COOKIE = 57
@@ -130,8 +130,7 @@ class Inbound:
         self._cut()
         if self._trim_at is not None and now >= self._trim_at:
             self._trim_at = None
-            # The peer chose the sizes of the freed blocks. Without this the C library may keep them all.
-            _LIBC.malloc_trim(0)
+            trim()
         return arrived
 
     def _cut(self) -> None:
@@ -155,6 +154,12 @@ class Inbound:
             self._limit,
         )
         self._cuts, self._told_at = 0, now
+
+
+def trim() -> None:
+    """Return freed memory to the system. A peer chose the sizes of the blocks, and the C library may keep them all."""
+    if hasattr(_LIBC, "malloc_trim"):  # glibc
+        _LIBC.malloc_trim(0)
 
 
 def is_supported() -> bool:
