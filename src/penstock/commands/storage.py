@@ -116,7 +116,7 @@ def check_lines(report: Report) -> list[str]:
         ["missing", f"{len(report.missing):,}"],
         ["damaged", f"{len(report.damaged):,}"],
         ["not in the log", "not looked for" if report.fast else f"{report.lost:,} groups"],
-        ["not attached", "not looked for" if report.fast else f"{report.unused:,} frames"],
+        ["not attached", "not looked for" if report.fast else f"{report.unused:,} frames, {size(report.unused_bytes)}"],
         ["unregistered", f"{len(report.unregistered):,} of {report.segments:,} segments"],
         ["not needed", f"{size(report.dead_bytes)}, {report.pending_frees:,} deletions pending"],
     ]
@@ -125,7 +125,8 @@ def check_lines(report: Report) -> list[str]:
     lines += _some("damaged", [f"group {bad.group!r} at {bad.location}: {bad.why}" for bad in report.damaged])
     lines += _some("not in the log", [f"group {group!r}" for group in report.lost_groups])
     lines += _some("unregistered", [f"segment {name}: {size(count)}" for name, count in report.unregistered.items()])
-    lines += _some("incomplete frame", report.broken)
+    lines += _some("other samples", report.conflicts)
+    lines += _some("damaged, not in the log", report.broken)
     return [*lines, *_advice(report)]
 
 
@@ -280,6 +281,11 @@ def plan_lines(plan: Plan, metadata: dict[str, Any]) -> list[str]:
             "the log was made."
         )
         lines += _some("newest frame", [f"group {row.id!r} at {frame.location}" for row, frame in plan.newer])
+    if metadata["unused"]:
+        lines.append(
+            f"{metadata['unused']:,} further frames with late columns are left alone: the log says that they were not "
+            "attached, or has newer ones."
+        )
     if plan.without_frame:
         lines.append(
             f"{plan.without_frame:,} groups in the log have no frame: it was freed after this copy of the log was "
