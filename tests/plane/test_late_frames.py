@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -14,12 +15,13 @@ import pytest
 
 import penstock as ps
 from penstock.client import feed
+from penstock.commands.storage import check_lines
 from penstock.errors import InvalidInput
 from penstock.frames import encode
 from penstock.integrations.formats.penstock_files import read_run_groups
 from penstock.integrations.formats.shared import Lost, Place
 from penstock.log import reading
-from penstock.runs import RecordedRun, RunCopy, check, rerun, stored_samples
+from penstock.runs import RecordedRun, RunCopy, check, plan_recovery, rerun, stored_samples
 from penstock.storage import FolderStorage, Gone, parse_location
 from tests.runs.test_recover import recover
 from tests.support.groups import named_group
@@ -239,11 +241,29 @@ def test_a_frame_that_was_written_and_not_attached_is_unused_and_one_with_other_
         file.write(encode([one.replace(mode="opd", **{TEACHER: VALUES}) for one in named_group("a", samples=3)]))
         file.write(encode(named_group("b", samples=2)))
     report = check(tmp_path)
-    assert (report.unused, report.lost, report.ok) == (1, 0, True)
-    assert [text.partition(": ")[2] for text in report.broken] == ["group 'b': the log has it with other samples"]
+    assert (report.unused, report.lost, report.ok, report.broken) == (1, 0, True, [])
+    assert [text.partition(": ")[2] for text in report.conflicts] == ["group 'b': the log has it with other samples"]
+    lines = "\n".join(check_lines(report))
+    assert re.search(r"not attached +1 frames, \d+ B", lines) and "  other samples: " in lines
+    assert plan_recovery(tmp_path).newer == []  # the log lacks nothing, so it was never attached
 
 
-def test_a_log_from_before_an_attach_gets_the_new_frame(tmp_path: Path, open_plane: OpenPlane) -> None:
+def test_what_a_killed_worker_wrote_is_among_the_dead_bytes_after_the_next_deletion(
+    tmp_path: Path, open_plane: OpenPlane
+) -> None:
+    plane = open_plane(tmp_path, **{**ONE, "needs": (), "needs_deadline_s": None, "retain_steps": 0})
+    put(plane, "a", "b", samples=1)
+    path = FolderStorage(tmp_path / "storage", create=False).path(location_of(tmp_path, "a").partition(":")[0])
+    with path.open("ab") as file:
+        file.write(b"x" * (1 << 20))
+    assert plane.status()["storage"]["dead_bytes"] == 0
+    for _ in range(2):  # a step is freed with the next transaction
+        trained(plane)
+    eventually(lambda: plane.status()["storage"]["dead_bytes"] > 1 << 20)
+
+
+@pytest.mark.parametrize("deleted", [True, False])
+def test_a_log_from_before_an_attach_gets_the_new_frame(tmp_path: Path, open_plane: OpenPlane, deleted: bool) -> None:
     run, copy = tmp_path / "run", tmp_path / "copy"
     plane = open_plane(run, **ONE)
     put(plane, "all", "some", "none")
@@ -260,6 +280,14 @@ def test_a_log_from_before_an_attach_gets_the_new_frame(tmp_path: Path, open_pla
     plane.close()
     for name in ("log.sqlite", "log.witness"):
         shutil.copy(copy / name, run / name)
+    if not deleted:  # the plane was killed before storage had deleted the old frames
+        for name in ("all", "some", "none"):
+            at = parse_location(location_of(copy, name))
+            frames.path(at.segment).touch()
+            with frames.path(at.segment).open("r+b") as file:
+                file.seek(at.offset)
+                file.write(bytes(FolderStorage(copy / "storage", create=False).read(str(at))[0]))
+    assert {row.id for row, _ in plan_recovery(run).newer} == {"all", "some"}
     recover(run)
     report = check(run)
     assert (report.frames, report.missing, report.damaged, report.broken) == (3, [], [], [])

@@ -65,6 +65,11 @@ def test_viewer_and_convert_show_late_rewards(
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out.jsonl")]) in (0, None)
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert any("0.2" in json.dumps(line) for line in lines)
+    said = capsys.readouterr().out
+    left_out = "left out of its group: too long, filtered or scored as error"
+    assert f"not trained  dropped: zero variance (3), {left_out} (2)" in said
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out.penstock"), "--strict", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["untrained"] == {"dropped: zero variance": 3, left_out: 2}
     shown = [record for step in plane_steps.PlaneSteps(tmp_path / "run").kept() for record in step.records()]
     assert sum("rewards" in record.columns for record in shown) == 4
     capsys.readouterr()

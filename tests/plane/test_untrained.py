@@ -28,7 +28,8 @@ def test_a_group_without_log_probabilities_is_rejected(open_plane: OpenPlane) ->
     plane = open_plane(untrained_groups="reject")
     with pytest.raises(InvalidInput, match=r"group '17#a': no token of its 2 samples is trained.*give the logprobs="):
         fill(plane, rollout(reward=1.0), rollout(reward=0.0))
-    assert plane.ledger.accepted == 0
+    counts = plane.status()["counts"]
+    assert plane.ledger.accepted == 0 and (counts["puts_refused"], counts["groups_untrained"]) == (1, 0)
     fill(plane, rollout(reward=1.0), evaluation=True)
 
 

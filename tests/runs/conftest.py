@@ -28,9 +28,9 @@ def put(plane: ps.Plane, *names: str, evaluation: bool = False, **more: Any) -> 
 
 def names_kept(folder: Path) -> list[str]:
     """The groups whose frames are kept, each read and compared with what was put."""
-    for name, location in kept_groups(folder):
-        assert bytes(read_stored(folder, location)) == encode(named_group(name)), name
-    return [name for name, _ in kept_groups(folder)]
+    for row in kept_groups(folder):
+        assert bytes(read_stored(folder, row.location)) == encode(named_group(row.id)), row.id
+    return [row.id for row in kept_groups(folder)]
 
 
 def train(plane: ps.Plane, steps: int, *, version: int = 0) -> list[tuple[str, ...]]:

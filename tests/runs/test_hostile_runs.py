@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sqlite3
 from contextlib import closing
@@ -139,4 +140,20 @@ def test_a_decision_about_a_group_that_is_none_is_named(
         log.execute("INSERT INTO records VALUES (50, ?)", (msgspec.msgpack.encode(["quarantine", {99: "why"}]),))
         log.commit()
     assert main(["rerun", str(folder), "--diff"]) == 1
-    assert "its log holds values that no plane writes: KeyError: 99" in capsys.readouterr().err
+    # With the line that failed: it may be our bug, and one sentence has no traceback.
+    assert re.search(
+        r"its log holds values that no plane writes: KeyError: 99 \(\w+\.py, line \d+\)", capsys.readouterr().err
+    )
+
+
+def test_a_bug_in_what_a_command_prints_does_not_pass_for_a_damaged_log(
+    honest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bug(*_: object) -> list[str]:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr("penstock.commands.storage.check_lines", bug)
+    monkeypatch.setattr("penstock.commands.copy.size", bug)
+    for words in (["storage", "check", str(honest)], ["copy", str(honest), str(tmp_path / "copy")]):
+        with pytest.raises(TypeError, match="a bug"):
+            main(words)

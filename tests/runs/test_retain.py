@@ -46,8 +46,8 @@ def test_nothing_that_was_accepted_is_freed(tmp_path: Path) -> None:
     with ps.open(run, retain="all", max_staleness=1, **KEEP) as plane:
         assert plane.ledger.as_dict()["dropped"] == before["dropped"]
         assert plane.ledger.committed == before["committed"]
-    assert [name for name, _ in kept_groups(run)][-1] == "big"
-    assert [name for name, _ in kept_groups(run)][:-1] == [*"abcdefgh", *(f"e{i}" for i in range(8))]
+    assert [row.id for row in kept_groups(run)][-1] == "big"
+    assert [row.id for row in kept_groups(run)][:-1] == [*"abcdefgh", *(f"e{i}" for i in range(8))]
     assert plans_kept(run) == [1, 2]
     log = SqliteLog(run)
     assert all(log.metadata(row.op) is not None for row in log.groups()) and not log.frees()

@@ -119,11 +119,14 @@ def many_bodies(url: str, token: str, body: bytes, *, count: int = 16) -> list[i
 # ------------------------------------------------------------------ ZeroMQ
 
 
-def unfinished_message(url: str, *, mebibytes: int = 2048) -> int:
-    """Parts of 1 MiB that never end, of one ZMTP message, without keys. Returns the MiB that could be sent."""
+def unfinished_message(url: str, *, mebibytes: int = 2048, empty: bool = False) -> int:
+    """Parts of 1 MiB, or empty ones, that never end, of one ZMTP message, without keys. Returns the MiB that could be
+    sent."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\x00" + bytes(31)
     body = b"\x05READY" + b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
     part = b"\x03" + _MIB.to_bytes(8, "big") + bytes(_MIB)  # long, and more follow
+    if empty:
+        part = b"\x01\x00" * (_MIB // 2)
     with connect(url) as line:
         line.sendall(greeting + b"\x04" + bytes([len(body)]) + body)
         for sent in range(mebibytes):

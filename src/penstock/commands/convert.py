@@ -7,7 +7,8 @@
   penstock convert data.penstock outputs/rollouts --to prime-rl --ranks 8 --seq-len 8192
   penstock convert --formats                                 list the formats
 
-Prints what the target format cannot hold, counted by name. With --strict the exit code is then 1.
+Prints what the target format cannot hold, counted by name. With --strict the exit code is then 1. Of a run it also
+counts the samples that are written although no step takes them: dropped, quarantined, evaluation, scored as error.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from penstock.server import printable
 
 _EVERY_S = 0.2
 """Seconds between two lines of progress."""
-_HEADS = {"unread": "not read", "unwritten": "not written", "left_out": "left out"}
+_HEADS = {"unread": "not read", "unwritten": "not written", "left_out": "left out", "untrained": "not trained"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

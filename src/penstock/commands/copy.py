@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     folder = plane_folder(args.where)
-    with as_corrupt(folder), RunCopy(folder, args.target, same_run=args.same_run) as copy:
+    with as_corrupt(folder):
+        copy = RunCopy(folder, args.target, same_run=args.same_run)
+    with copy:
         found = _round(copy, as_json=args.json)
         if args.follow:
             _follow(copy, args)
@@ -52,7 +54,9 @@ def _follow(copy: RunCopy, args: argparse.Namespace) -> None:
         while True:
             time.sleep(rest)
             rest = args.every
-            if copy.is_behind():
+            with as_corrupt(copy.source):
+                is_behind = copy.is_behind()
+            if is_behind:
                 began = time.monotonic()
                 _round(copy, as_json=args.json)
                 rest = max(args.every, _REST * (time.monotonic() - began))
@@ -61,7 +65,8 @@ def _follow(copy: RunCopy, args: argparse.Namespace) -> None:
 
 
 def _round(copy: RunCopy, *, as_json: bool) -> Copied:
-    found = copy.round()
+    with as_corrupt(copy.source):
+        found = copy.round()
     text = (
         f"{copy.target}: run {found.run_id[:12]}, up to transaction {found.commits:,}: {found.groups:,} groups "
         f"({size(found.num_bytes)}) copied, {found.freed:,} freed"

@@ -60,8 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with as_corrupt(args.where):
-        return {"check": _check, "recover": _recover, "forget": _forget}[args.action](args)
+    return {"check": _check, "recover": _recover, "forget": _forget}[args.action](args)
 
 
 class _BytesProgress(Progress):
@@ -98,7 +97,8 @@ def _check(args: argparse.Namespace) -> int:
     if args.into or args.step is not None or args.policy_version is not None:
         raise InvalidInput("check: --into, --step and --policy-version are for recover")
     progress = _BytesProgress("read")
-    report = check(_plane_folder(args.where), storage=args.storage, fast=args.fast, progress=progress.add)
+    with as_corrupt(args.where):
+        report = check(_plane_folder(args.where), storage=args.storage, fast=args.fast, progress=progress.add)
     progress.end()
     print(json.dumps(report.as_dict(), indent=1) if args.json else "\n".join(check_lines(report)))
     return 0 if report.ok else 1
@@ -116,7 +116,7 @@ def check_lines(report: Report) -> list[str]:
         ["missing", f"{len(report.missing):,}"],
         ["damaged", f"{len(report.damaged):,}"],
         ["not in the log", "not looked for" if report.fast else f"{report.lost:,} groups"],
-        ["not attached", "not looked for" if report.fast else f"{report.unused:,} frames"],
+        ["not attached", "not looked for" if report.fast else f"{report.unused:,} frames, {size(report.unused_bytes)}"],
         ["unregistered", f"{len(report.unregistered):,} of {report.segments:,} segments"],
         ["not needed", f"{size(report.dead_bytes)}, {report.pending_frees:,} deletions pending"],
     ]
@@ -125,7 +125,8 @@ def check_lines(report: Report) -> list[str]:
     lines += _some("damaged", [f"group {bad.group!r} at {bad.location}: {bad.why}" for bad in report.damaged])
     lines += _some("not in the log", [f"group {group!r}" for group in report.lost_groups])
     lines += _some("unregistered", [f"segment {name}: {size(count)}" for name, count in report.unregistered.items()])
-    lines += _some("incomplete frame", report.broken)
+    lines += _some("other samples", report.conflicts)
+    lines += _some("damaged, not in the log", report.broken)
     return [*lines, *_advice(report)]
 
 
@@ -176,10 +177,12 @@ def _recover(args: argparse.Namespace) -> int:
     folder, progress = _plane_folder(args.where), _BytesProgress("read")
     choices = Choices(state=args.state, step=args.step, policy_version=args.policy_version)
     with nullcontext() if args.into else owning(folder):
-        if args.into:
-            plan = plan_copy(args.where, args.into, progress.add)
-        else:
-            plan = plan_recovery(folder, args.storage, progress.add)
+        with as_corrupt(args.where):
+            plan = (
+                plan_copy(args.where, args.into, progress.add)
+                if args.into
+                else plan_recovery(folder, args.storage, progress.add)
+            )
         progress.end()
         if args.step is not None and args.step < plan.next_step:
             raise InvalidInput(
@@ -280,6 +283,11 @@ def plan_lines(plan: Plan, metadata: dict[str, Any]) -> list[str]:
             "the log was made."
         )
         lines += _some("newest frame", [f"group {row.id!r} at {frame.location}" for row, frame in plan.newer])
+    if metadata["unused"]:
+        lines.append(
+            f"{metadata['unused']:,} further frames with late columns are left alone: the log says that they were not "
+            "attached, or has newer ones."
+        )
     if plan.without_frame:
         lines.append(
             f"{plan.without_frame:,} groups in the log have no frame: it was freed after this copy of the log was "
@@ -307,7 +315,8 @@ def _forget(args: argparse.Namespace) -> int:
     from penstock.runs import forget, forgettable
 
     folder = plane_folder(args.where)
-    found = forgettable(folder)
+    with as_corrupt(args.where):
+        found = forgettable(folder)
     what = f"{found.groups:,} groups ({size(found.num_bytes)}) and the plans of steps before {found.before_step:,}"
     print(f"{folder}: run {found.run_id[:12]} would free {what}; they cannot be restored")
     if not args.yes and not _agreed_to_forget():

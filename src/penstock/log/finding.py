@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import extract_tb
 
 import msgspec
 
@@ -57,15 +58,19 @@ _ODD = (
 
 @contextmanager
 def as_corrupt(where: str | Path) -> Iterator[None]:
-    """Raise CorruptFile if a log holds values that no plane writes: a stranger may have made it, or it is damaged."""
+    """Raise CorruptFile if a log holds values that no plane writes: a stranger may have made it, or it is damaged.
+
+    Wrap what reads the log and nothing else. The error names our line that failed, because it may also be our bug."""
     try:
         yield
     except (PenstockError, OSError):
         raise
     except _ODD as error:
-        found = f"{type(error).__name__}: {str(error)[:300]}"
+        ours = [frame for frame in extract_tb(error.__traceback__) if "penstock" in Path(frame.filename).parts][-1]
+        found = f"{type(error).__name__}: {str(error)[:300]} ({Path(ours.filename).name}, line {ours.lineno})"
         raise CorruptFile(
-            f"{where}: its log holds values that no plane writes: {found}; restore the run from a copy"
+            f"{where}: its log holds values that no plane writes: {found}; restore the run from a copy, "
+            "or report this if the run is sound"
         ) from error
 
 

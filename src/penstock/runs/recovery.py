@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.errors import Conflict, InvalidInput
-from penstock.frames import MAGIC
+from penstock.frames import MAGIC, GroupMetadata
 from penstock.log import LOG, AdmitGroup, GroupRow, State, is_run, own, reading, release
 from penstock.runs.storage_check import LostFrame, Progress, Source, Survey, no_progress, sources_of, survey
 from penstock.runs.stored_run import LogView, StoredRun, find_damage, look_at, refuse_old
@@ -49,7 +49,7 @@ class Plan:
     left: list[str] = field(default_factory=list)
     """Segments without a sound frame. They stay unregistered, for an operator to look at."""
     newer: list[tuple[GroupRow, LostFrame]] = field(default_factory=list)
-    """Groups whose frames in the log are gone, with the newer frames that they got with late columns."""
+    """Groups that got late columns after this copy of the log was made, with the frames that have them."""
     without_frame: int = 0
     """Number of groups that wait in the log and have no frame in storage."""
     ended: int = 0
@@ -107,8 +107,8 @@ def plan_recovery(folder: str | Path, storage: str | Path | None = None, progres
     plan = Plan(run, log, _run_id(run, log), found, run.disagreements(), ended=len(_ended(run.salvaged)))
     plan.register, plan.left = _sort_segments(run.storage, view, found)
     gone = _without_frame(run.storage, view)
-    plan.newer = _newer(run, gone, found)
-    plan.without_frame = len(gone) - len(plan.newer)
+    plan.newer = _newer(run, view, gone, found)
+    plan.without_frame = len({row.op for row in gone}.difference(row.op for row, _ in plan.newer))
     return plan
 
 
@@ -210,19 +210,28 @@ def _holds_data(part: Part) -> bool:
         return True
 
 
-def _newer(run: StoredRun, gone: Sequence[GroupRow], found: Survey) -> list[tuple[GroupRow, LostFrame]]:
+def _newer(run: StoredRun, log: LogView, gone: Sequence[GroupRow], found: Survey) -> list[tuple[GroupRow, LostFrame]]:
     """Return groups that wait for late columns and whose frame is gone, with the frame that has the most columns.
 
-    While the frame that the log names is there, the group keeps it: a newer one may never have been attached."""
+    A log that is an older copy may lack attaches whose old frames are not deleted yet: then every group that waits gets
+    a frame with more columns than its own. Otherwise such a frame was never attached."""
     newest: dict[str, LostFrame] = {}
     for frame in found.unused:  # oldest first: of two with as many columns the later one
         newest[frame.group] = max(frame, newest.get(frame.group, frame), key=lambda one: one.cells)
-    waiting = [row for row in gone if row.state is State.WAITING and row.id in newest]
+    rows = [group for group, _ in log.kept] if run.is_log_behind else gone
+    waiting = [row for row in rows if row.state is State.WAITING and row.id in newest]
     if not waiting:
         return []
-    with reading(run.folder) as log:
-        admitted = {record.group for _, record in log.records() if isinstance(record, AdmitGroup)}
-    return [(row, newest[row.id]) for row in waiting if row.op not in admitted]
+    lost = {row.op for row in gone}
+    with reading(run.folder) as now:
+        admitted = {record.group for _, record in now.records() if isinstance(record, AdmitGroup)}
+        metadata = now.metadata_of([row.op for row in waiting])
+    cells = {op: -1 if op in lost else sum(GroupMetadata.from_bytes(data).has) for op, data in metadata.items()}
+    return [
+        (row, newest[row.id])
+        for row in waiting
+        if row.op not in admitted and newest[row.id].cells > cells.get(row.op, -1)
+    ]
 
 
 def _without_frame(storage: KeptStorage, log: LogView) -> list[GroupRow]:

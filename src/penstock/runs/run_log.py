@@ -183,10 +183,10 @@ def logged_steps(folder: str | Path, known: Sequence[LoggedStep] = ()) -> list[L
     return found
 
 
-def kept_groups(folder: str | Path) -> list[tuple[str, str]]:
-    """Return (id, location) of every group whose frame is kept, oldest first, in whatever state it is."""
+def kept_groups(folder: str | Path) -> list[GroupRow]:
+    """Return every group whose frame is kept, oldest first, in whatever state it is."""
     with reading(folder) as log:
-        return list(log.rows("SELECT id, location FROM groups WHERE location != '' ORDER BY op"))
+        return log.select_groups("WHERE location != '' ORDER BY op")
 
 
 def unused_groups(folder: str | Path, *, most: int = 1000, group: str | None = None) -> list[GroupRow]:

@@ -252,6 +252,9 @@ class Report:
     lost_groups: list[str] = field(default_factory=list)
     unused: int = 0
     """Number of frames that a worker wrote for a late column and did not attach, or that are of groups that ended."""
+    unused_bytes: int = 0
+    conflicts: list[str] = field(default_factory=list)
+    """Frames of groups that are known with other samples."""
     broken: list[str] = field(default_factory=list)
     """Damaged frames that the log does not know either."""
 
@@ -303,7 +306,8 @@ def _add_survey(run: StoredRun, found: Survey, report: Report) -> None:
     since = _groups_now(run) if found.lost else set()  # a plane at work accepts groups meanwhile
     report.lost_groups = [frame.group for frame in found.lost if frame.group not in since]
     report.lost, report.unused = len(report.lost_groups), len(found.unused)
-    report.broken = [_described(one) for one in (*found.unusable, *found.conflicts)]
+    report.unused_bytes = sum(frame.size for frame in found.unused)
+    report.conflicts, report.broken = [[*map(_described, some)] for some in (found.conflicts, found.unusable)]
 
 
 def _described(one: Unusable) -> str:

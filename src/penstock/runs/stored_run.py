@@ -103,6 +103,15 @@ class StoredRun:
         """The log, if it holds anything."""
         return None if self.log is None or self.log.is_empty else self.log
 
+    @property
+    def is_log_behind(self) -> bool:
+        """Whether marker or witness have seen decisions that the log lacks: it is an older copy."""
+        log, marker, seen = self.log, self.marker, self.witness
+        if log is None:
+            return False
+        ahead = marker is not None and (marker.epoch > log.epoch or marker.commits > log.commits)
+        return ahead or (seen is not None and seen.commits > log.commits)
+
     def rollouts_of(self, group: str) -> bytes | None:
         """Return the digest of a group's rollouts by the log's metadata, or None if its frame was freed."""
         assert self.log is not None

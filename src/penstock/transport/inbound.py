@@ -8,6 +8,10 @@ kernel has received with the bytes that the plane has taken from the socket. The
 
     the kernel received 310 MB     taken: 40 MB     pending: 270 MB, the limit is 96 MB: cut
 
+A part takes 64 bytes in ZeroMQ beside its content, and 2 on the wire: a message of empty parts takes 32 times the bytes
+that the kernel counts, and nothing says how many parts they are. So while enough bytes are pending for that, what the
+process grows beside them counts against the limit as well.
+
 Unix sockets have no such counter. Only the same user may connect to one, and could kill the plane anyway.
 """
 
@@ -37,11 +41,14 @@ _PER_PART = 64
 """Bytes that framing and encryption add to a part, at most."""
 _PER_S = 16
 """Bytes of ZeroMQ's own heartbeats, at most. Our clients send none."""
+_MOST_PER_BYTE = 64
+"""Memory that a byte on the wire can cost, at most: twice what empty parts take."""
 _TRIM_S = 0.5
 _TELL_S = 10.0
 _SO_COOKIE = 57
 _TCP_INFO_BYTES, _RECEIVED_AT = 136, 128
 """Size of `struct tcp_info` up to, and offset of, `tcpi_bytes_received` (Linux 4.1)."""
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -67,6 +74,9 @@ class Inbound:
         self._seen: dict[int, int] = {}
         """The value of `_taken` at the last look."""
         self._looked_at = time.monotonic()
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)  # now: later there may be no descriptor
+        self._resident = self._resident_bytes()
+        """Bytes of the process, when too little was pending to matter, or at the last cut."""
         self._trim_at: float | None = None
         self._cuts, self._told_at = 0, -_TELL_S
         """Connections cut since the last line of the log, and when that was."""
@@ -85,6 +95,7 @@ class Inbound:
         self._end.disable_monitor()  # sends EVENT_MONITOR_STOPPED, which ends the thread
         self._thread.join()
         self._monitor.close(linger=0)
+        os.close(self._statm)
 
     # -------------------------------------------------------------- the thread
 
@@ -133,8 +144,21 @@ class Inbound:
             trim()
         return arrived
 
+    def _is_over(self) -> bool:
+        """Return whether pending messages take more memory than is allowed."""
+        pending = sum(one.pending for one in self._connections.values())
+        if pending * _MOST_PER_BYTE <= self._limit:
+            self._resident = self._resident_bytes()
+            return False
+        # Beside the bytes themselves: those of large parts are all that these take.
+        return max(pending, self._resident_bytes() - self._resident - pending) > self._limit
+
+    def _resident_bytes(self) -> int:
+        return int(os.pread(self._statm, 256, 0).split()[1]) * _PAGE_BYTES
+
     def _cut(self) -> None:
-        while sum(one.pending for one in self._connections.values()) > self._limit:
+        while self._is_over():
+            self._resident = self._resident_bytes()  # what is cut now is freed later
             descriptor, worst = max(self._connections.items(), key=lambda item: item[1].pending)
             del self._connections[descriptor]
             self._tell(worst.pending)

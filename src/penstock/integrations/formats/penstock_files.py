@@ -18,12 +18,14 @@ from penstock.capture import read_span
 from penstock.errors import InvalidInput, PenstockError
 from penstock.frames import encode, read_frames, write_frames
 from penstock.integrations.formats.shared import Lost, Place
-from penstock.log import as_corrupt, plane_of
-from penstock.runs import kept_groups, stored_samples
+from penstock.log import State, as_corrupt, plane_of
+from penstock.runs import kept_groups, stored_group
 from penstock.view import OF_SAMPLE, TABLE, Record, Skipped, read_file
 
 _OF_BATCH = {column.name: column.attribute for column in TABLE if column.source == "batch"}
 _DERIVED = ("position_ids",)
+_UNTRAINED = (State.DROPPED, State.QUARANTINED, State.EVALUATION)
+_LEFT_OUT = "left out of its group: too long, filtered or scored as error"
 
 
 # ------------------------------------------------------------------ frames
@@ -47,20 +49,26 @@ def write_frame_file(samples: Iterable[Sample], place: Place, lost: Lost) -> Non
 
 
 def read_run_groups(place: Place, lost: Lost) -> Iterator[Sample]:
-    """Yield the samples of every group that the run still has. Counts groups freed during the read."""
+    """Yield the samples of every group that the run still has. Counts groups freed during the read, and samples that no
+    step takes."""
     folder = plane_of(place.path)
     if folder is None:
         raise InvalidInput(f"{place.name}: not a run; give the folder that a plane was opened on")
-    for group, location in kept_groups(folder):
+    for row in kept_groups(folder):
         try:
             with as_corrupt(folder):
-                samples = stored_samples(folder, group, location)
+                samples, kept = stored_group(folder, row.id, row.location)
         except PenstockError as error:
             # Either the frame is damaged, or a running plane has freed it since it was listed. Ask the log again.
-            if group in dict(kept_groups(folder)):
-                raise InvalidInput(f"{place.name} group {group!r}: {error}") from None
+            if any(row.id == now.id for now in kept_groups(folder)):
+                raise InvalidInput(f"{place.name} group {row.id!r}: {error}") from None
             lost.unread["group that was freed during the read"] += 1
             continue
+        if row.state in _UNTRAINED:
+            why = f"dropped: {row.reason}" if row.state is State.DROPPED else row.state.name.lower()
+            lost.untrained[why] += len(samples)
+        elif left_out := list(kept).count(0):
+            lost.untrained[_LEFT_OUT] += left_out
         yield from samples
 
 

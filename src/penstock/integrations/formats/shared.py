@@ -168,7 +168,7 @@ class Lost:
     >>> lost.fields({"tokens": [1], "label": "4", "metadata": {}}, known=("tokens",))
     >>> lost.columns(Sample(token_ids=[1, 2], rewards=1.0, env="math"), held=("token_ids", "loss_mask"))
     >>> lost.as_dict()
-    {'unread': {'label': 1}, 'unwritten': {'env': 1, 'rewards': 1}, 'left_out': {}}
+    {'unread': {'label': 1}, 'unwritten': {'env': 1, 'rewards': 1}, 'left_out': {}, 'untrained': {}}
     """
 
     unread: Counter[str] = field(default_factory=Counter)
@@ -177,6 +177,8 @@ class Lost:
     """Columns and other fields of samples that the target cannot hold: name -> number of samples."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Samples that the target cannot hold at all: reason -> number."""
+    untrained: Counter[str] = field(default_factory=Counter)
+    """No loss: samples of a run that are converted although no step takes them. Reason -> number."""
 
     def __bool__(self) -> bool:
         return bool(self.unread or self.unwritten or self.left_out)
@@ -206,6 +208,7 @@ class Lost:
             "unread": dict(sorted(self.unread.items())),
             "unwritten": dict(sorted(self.unwritten.items())),
             "left_out": dict(sorted(self.left_out.items())),
+            "untrained": dict(sorted(self.untrained.items())),
         }
 
 
