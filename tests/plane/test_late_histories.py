@@ -21,6 +21,7 @@ from penstock.plane.late_values import MOST_RESTARTS
 from penstock.plane.lease_book import LeaseBook
 from penstock.plane.leases import Leases
 from penstock.plane.settings import PlaneSettings, Replay, Target
+from penstock.plane.workers import Inline
 from penstock.protocol import AttachValues, LeaseColumns, Send
 from penstock.runs import RecordedRun, rerun
 from tests.support.engines import DirectEngine
@@ -283,5 +284,30 @@ def test_a_judge_that_waits_does_not_pay_for_the_groups_that_lack_another_column
     engine = DirectEngine(settings, SqliteLog(tmp_path))
     assert turn_s(engine, 100_000) < 5 * turn_s(engine, 10) + 0.001
     engine.state.late.free.clear()
+    engine.close()
+    engine.log.close()
+
+
+def test_a_judge_that_asks_again_while_its_samples_are_read_does_not_have_them_read_again(tmp_path: Path) -> None:
+    settings = PlaneSettings(
+        packing=Packing(ranks=1, seq_len=64), target=Target(groups=1), needs=("rewards",), needs_deadline_s=60.0
+    )
+    engine = DirectEngine(settings, SqliteLog(tmp_path))
+    samples = [sample.replace(rewards=None, advantages=None) for sample in named_group("g")]
+    assert engine.put("g", "g", encode(samples)) is None and not engine.flush()[0].error
+    sent: list[Send] = []
+    workers, leases, unused = Inline(), Leases(engine.recorder), None
+    judges = ColumnLeases(engine, leases, workers, unused, sent.append, unused)  # type: ignore[arg-type]
+    wanted = LeaseColumns(ticket=1, worker="w", column="rewards", groups=8, lease_s=30.0)
+    judges.on_message("judge", wanted, now=0.0)
+    judges.turn(now=0.0)
+    leases.turn(now=0.0)
+    for _ in range(3):
+        judges.on_message("judge", wanted, now=1.0)
+    assert len(workers.results) == 1 and not sent
+    workers.finish()
+    judges.on_message("judge", wanted, now=2.0)  # the answer was lost
+    workers.finish()
+    assert len(sent) == 2 and sent[0].message == sent[1].message
     engine.close()
     engine.log.close()
