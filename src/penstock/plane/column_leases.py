@@ -101,6 +101,7 @@ class ColumnLeases:
             self._reply(ticket, error)
             return
         if ticket in self._reading:
+            self._send(self._admission.alive(peer))
             return
         if ticket in self._granted:  # the answer was lost
             self._hand_over(ticket, message, self._granted[ticket], None)
