@@ -353,3 +353,16 @@ def test_a_full_disk_of_the_database_is_a_full_disk(postgres: PostgresServer, tm
     add(log, 1)
     assert ops(log) == [1]
     log.close()
+
+
+def test_groups_that_are_only_asked_about_do_not_stay_in_memory(postgres: PostgresServer, tmp_path: Path) -> None:
+    log = PostgresLog(postgres.url, run=name_of(tmp_path))
+    add(log, 1)
+    digest = log.digest_of("g1")
+    names = [f"name {number}" for number in range(15_000)]
+    for first in range(0, len(names), 1000):
+        log.look_up(names[first : first + 1000], names[first : first + 1000])
+    assert len(log._known) + len(log._discarded) <= 12_000
+    assert log.digest_of("g1") == digest is not None
+    assert log.digest_of("name 0") is None and not log.is_discarded("name 0")
+    log.close()

@@ -16,12 +16,15 @@ from penstock.frames import encode
 from penstock.log import Awaited, GroupRow, HandOut, ReturnLeases, SqliteLog
 from penstock.packing import Packing
 from penstock.plane.column_leases import ColumnLeases
+from penstock.plane.damage import look_at_frame
+from penstock.plane.effect_runner import admission_of
 from penstock.plane.late_groups import COLUMN, LateGroups, WaitingGroup, key_of
 from penstock.plane.late_values import MOST_RESTARTS
 from penstock.plane.lease_book import LeaseBook
 from penstock.plane.leases import Leases
 from penstock.plane.settings import PlaneSettings, Replay, Target
-from penstock.protocol import AttachValues, LeaseColumns, Send
+from penstock.plane.workers import Inline
+from penstock.protocol import AttachValues, LeaseColumns, Pulse, Send
 from penstock.runs import RecordedRun, rerun
 from tests.support.engines import DirectEngine
 from tests.support.groups import named_group
@@ -283,5 +286,34 @@ def test_a_judge_that_waits_does_not_pay_for_the_groups_that_lack_another_column
     engine = DirectEngine(settings, SqliteLog(tmp_path))
     assert turn_s(engine, 100_000) < 5 * turn_s(engine, 10) + 0.001
     engine.state.late.free.clear()
+    engine.close()
+    engine.log.close()
+
+
+def test_a_judge_that_asks_again_while_its_samples_are_read_does_not_have_them_read_again(tmp_path: Path) -> None:
+    settings = PlaneSettings(
+        packing=Packing(ranks=1, seq_len=64), target=Target(groups=1), needs=("rewards",), needs_deadline_s=60.0
+    )
+    engine = DirectEngine(settings, SqliteLog(tmp_path))
+    samples = [sample.replace(rewards=None, advantages=None) for sample in named_group("g")]
+    assert engine.put("g", "g", encode(samples)) is None and not engine.flush()[0].error
+    sent: list[Send] = []
+    workers, leases = Inline(), Leases(engine.recorder)
+    alive = Pulse(epoch=1, session=0, waiting_for="")
+    admission = admission_of(settings, engine.log, engine, lambda: alive, lambda _peer: True)
+    judges = ColumnLeases(engine, leases, workers, admission, sent.append, look_at_frame)
+    wanted = LeaseColumns(ticket=1, worker="w", column="rewards", groups=8, lease_s=30.0)
+    judges.on_message("judge", wanted, now=0.0)
+    judges.turn(now=0.0)
+    leases.turn(now=0.0)
+    for _ in range(3):
+        judges.on_message("judge", wanted, now=1.0)
+    assert len(workers.results) == 1
+    assert [type(one.message) for one in sent] == 3 * [Pulse]  # else it would take the plane for lost
+    sent.clear()
+    workers.finish()
+    judges.on_message("judge", wanted, now=2.0)  # the answer was lost
+    workers.finish()
+    assert len(sent) == 2 and sent[0].message == sent[1].message
     engine.close()
     engine.log.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gzip
 import http.client
@@ -404,6 +405,31 @@ def test_bytes_in_hand_are_counted_until_they_are_answered() -> None:
     with in_hand.taking(60) as fits, in_hand.taking(60) as more:
         assert (fits, more, in_hand.num_bytes) == (True, False, 60)
     assert in_hand.num_bytes == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/groups", "/v1/states", "/v1/leases", "/v1/lacking", "/v1/attach"])
+def test_every_body_counts_against_the_bytes_in_hand(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setattr(http_door, "MAX_BYTES_IN_HAND", 100)
+    body, statuses = b"{}" + bytes(200), list[int]()
+    headers = {"authorization": "Bearer t", "content-type": "application/json", "content-length": str(len(body))}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    with ps.open("memory:", ranks=1, seq_len=64, groups_per_step=1) as plane, ThreadPoolExecutor(1) as pool:
+        asyncio.run(http_door.make_app(plane, pool, token="t")(scope, receive, send))
+    assert statuses == [429]
 
 
 # ------------------------------------------------------------------ tasks

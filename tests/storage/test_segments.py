@@ -155,3 +155,14 @@ def test_a_client_that_is_gone_and_comes_back_writes_to_a_new_segment() -> None:
     (again,) = engine.segments.register("one")
     assert engine.segments.expect(f"{again}:0:10", "one")
     engine.log.close()
+
+
+def test_a_writer_that_has_gone_is_forgotten() -> None:
+    bench = Bench()
+    segments = bench.engine.segments
+    for number in range(100):
+        segments.register(f"client {number}")
+        segments.seal_writer(f"client {number}")
+    with bench.engine.recorder.transaction():
+        pass
+    assert set(segments._open) == {"client", "plane"}

@@ -57,7 +57,7 @@ def _read(item: object, place: object) -> tuple[str, bytes]:
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidInput(f"prompts[{place}]: {name[:40]!r} is not JSON: {error}") from None
         if b"null" in payload and _holds_nan(item):
-            raise InvalidInput(f"prompts[{place}]: {name[:40]!r} holds NaN or infinity, which JSON cannot represent")
+            raise InvalidInput(f"prompts[{place}]: {name[:40]!r} holds NaN or an infinite number; JSON has neither")
     else:
         raise InvalidInput(
             f"prompts[{place}]: {str(item)[:80]!r}; give a name, or an object with one: "

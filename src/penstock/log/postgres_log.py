@@ -39,6 +39,8 @@ from penstock.log.run_folder import Disk
 
 logger = logging.getLogger("penstock.log")
 _PAGE, _KEYS = 20_000, 10_000
+_MOST_KNOWN = 10_000
+"""Names in the look-up cache, above which it is emptied. A transaction empties it too, but questions make none."""
 _RELEASE_S = 10.0
 """How long to wait for the session of the previous plane to end."""
 _KNOWN = "SELECT id, digest, state, location FROM groups WHERE id = ANY(%b::text[])"
@@ -357,6 +359,10 @@ class PostgresLog(Log):
         ids = [as_sent(name) for name in dict.fromkeys(groups) if name not in self._known]
         names = [as_sent(name) for name in dict.fromkeys(discards) if name not in self._discarded]
         if not ids and not names:
+            return
+        if len(self._known) + len(self._discarded) > _MOST_KNOWN:
+            self._known, self._discarded = {}, {}
+            self.look_up(groups, discards)
             return
 
         def read(connection: Connection) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:

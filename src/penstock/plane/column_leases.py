@@ -72,6 +72,9 @@ class ColumnLeases:
         self._waiting: dict[Ticket, _Wanted] = {}
         """In the order in which they asked."""
         self._granted: dict[Ticket, tuple[str, ...]] = {}
+        self._reading: set[Ticket] = set()
+        """Answers whose samples are being read. A repeated request must not have them read again: reading that takes
+        longer than the pause between requests would fall further and further behind."""
         self._look = look
         self._looking: set[int] = set()
         """Groups whose frames are being read, by op."""
@@ -97,7 +100,10 @@ class ColumnLeases:
         except InvalidInput as error:
             self._reply(ticket, error)
             return
-        if ticket in self._granted:  # the answer was lost, or is being made
+        if ticket in self._reading:
+            self._send(self._admission.alive(peer))
+            return
+        if ticket in self._granted:  # the answer was lost
             self._hand_over(ticket, message, self._granted[ticket], None)
         elif ticket not in self._waiting:
             self._waiting[ticket] = _Wanted(message, now + self._hold_s)
@@ -163,6 +169,7 @@ class ColumnLeases:
             return
         picks = [Pick(one.location, one.group, one.rows) for one in picked]
         job = partial(_gathered, self._engine, picks)
+        self._reading.add(ticket)
         self._workers.submit("score", job, partial(self._gathered, ticket, answer))
 
     def _picked(self, op: int, rows: Sequence[int]) -> PickedGroup:
@@ -178,6 +185,7 @@ class ColumnLeases:
         )
 
     def _gathered(self, ticket: Ticket, answer: ColumnsLeased, result: Frames | Exception) -> None:
+        self._reading.discard(ticket)
         if isinstance(result, Exception):
             error = result if isinstance(result, PenstockError) else StorageError(failure_text(result))
             if isinstance(result, DamagedFrame):  # a kind of error that clients know

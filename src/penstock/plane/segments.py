@@ -387,6 +387,8 @@ class Segments:
             self._maybe_empty[name] = None
             if one.row.epoch == self._log.epoch:
                 self._open[one.row.writer] -= 1
+                if not self._open[one.row.writer]:
+                    del self._open[one.row.writer]
         for text in freed:
             place = parse_location(text)
             self.live_bytes -= place.size

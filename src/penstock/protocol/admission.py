@@ -191,9 +191,7 @@ class Admission:
         if isinstance(message, Trace):
             self.rooms.hear(peer, message.ticket)  # keeps a reservation for this put from expiring
             if not frames:  # a large group may be in transit for minutes on a slow link: show that the plane is alive
-                groups, size = self.rooms.credit(self._tables)
-                pulse = msgspec.structs.replace(self._pulse(), credit_groups=groups, credit_bytes=size)
-                return [Send(peer, pulse)]
+                return [self.alive(peer)]
             if (known := self._decided.get((peer, message.ticket))) is not None:
                 return [Send(peer, known)]
             # The traced group may have arrived in this very turn and not be written yet: answer when it is.
@@ -300,6 +298,11 @@ class Admission:
         while len(self._decided) > _REMEMBERED:
             self._decided.pop(next(iter(self._decided)))  # the oldest: dicts keep insertion order
         return answer
+
+    def alive(self, peer: Peer) -> Send:
+        """Return a heartbeat, for a client whose answer takes long."""
+        groups, size = self.rooms.credit(self._tables)
+        return Send(peer, msgspec.structs.replace(self._pulse(), credit_groups=groups, credit_bytes=size))
 
     def missing(self, ticket: Ticket) -> Send:
         """Tell the sender that a group did not arrive, or arrived damaged."""

@@ -118,15 +118,16 @@ def make_app(plane: Plane, pool: ThreadPoolExecutor, *, token: str) -> Any:
     async def openapi(_: Request) -> Response:
         return _json(describe(STATUS))
 
+    in_hand = BytesInHand(MAX_BYTES_IN_HAND)
     guarded: dict[str, tuple[str, Answer]] = {
-        "/v1/groups": ("POST", partial(_put, plane, pool, BytesInHand(MAX_BYTES_IN_HAND), asyncio.Lock())),
-        "/v1/states": ("POST", lambda request: _states(plane, request)),
+        "/v1/groups": ("POST", partial(_put, plane, pool, in_hand, asyncio.Lock())),
+        "/v1/states": ("POST", partial(_ask, partial(_states, plane), MAX_STATES_BYTES, in_hand)),
         "/v1/feedback": ("GET", lambda request: _feedback(plane, request)),
-        "/v1/leases": ("POST", partial(_tasks, plane, "lease")),
-        "/v1/leases/renew": ("POST", partial(_tasks, plane, "renew")),
-        "/v1/leases/return": ("POST", partial(_tasks, plane, "return")),
-        "/v1/lacking": ("POST", lambda request: _scoring(lease, plane, request)),
-        "/v1/attach": ("POST", lambda request: _scoring(attach, plane, request)),
+        "/v1/leases": ("POST", partial(_ask, partial(answer_tasks, plane, "lease"), MAX_BODY_BYTES, in_hand)),
+        "/v1/leases/renew": ("POST", partial(_ask, partial(answer_tasks, plane, "renew"), MAX_BODY_BYTES, in_hand)),
+        "/v1/leases/return": ("POST", partial(_ask, partial(answer_tasks, plane, "return"), MAX_BODY_BYTES, in_hand)),
+        "/v1/lacking": ("POST", partial(_ask, partial(lease, plane), MAX_STATES_BYTES, in_hand)),
+        "/v1/attach": ("POST", partial(_ask, partial(attach, plane), MAX_STATES_BYTES, in_hand)),
         "/v1/status": ("GET", status),
         "/v1/ledger": ("GET", ledger),
     }
@@ -194,35 +195,18 @@ def _of_frame(body: bytes, evaluation: bool) -> tuple[int, EncodedGroup]:
     return len(head.ids), EncodedGroup.of_frame(groups[0], body, evaluation=evaluation)
 
 
-async def _tasks(plane: Plane, what: str, request: Request) -> Response:
-    body = await _small_body(request, MAX_BODY_BYTES)
-    if not isinstance(body, bytes):
-        return body
-    return _json(await _while_connected(request, answer_tasks(plane, what, body)))
+async def _ask(
+    act: Callable[[bytes], Coroutine[Any, Any, Any]], limit: int, in_hand: BytesInHand, request: Request
+) -> Response:
+    """Answer a question in JSON of at most `limit` bytes."""
+    with ExitStack() as held:
+        body = await _counted_body(request, limit, in_hand, held)
+        return _json(await _while_connected(request, act(body))) if isinstance(body, bytes) else body
 
 
-async def _small_body(request: Request, limit: int) -> bytes | Response:
-    """Read the body of a question, or return the response that rejects it."""
-    size, refusal = _length(request, limit)
-    if refusal is not None:
-        return refusal
-    body = await _body(request, size)
-    if body is None:
-        return _problem(408, "WaitTimeout", f"body: did not arrive within {_BODY_S:g} s; send it again")
-    return body
-
-
-async def _scoring(act: Callable[[Plane, bytes], Coroutine[Any, Any, Any]], plane: Plane, request: Request) -> Response:
-    body = await _small_body(request, MAX_STATES_BYTES)
-    return _json(await _while_connected(request, act(plane, body))) if isinstance(body, bytes) else body
-
-
-async def _states(plane: Plane, request: Request) -> Response:
-    body = await _small_body(request, MAX_STATES_BYTES)
-    if not isinstance(body, bytes):
-        return body
+async def _states(plane: Plane, body: bytes) -> dict[str, Any]:
     found = await plane.ahas(_asked(body))
-    return _json({"states": {name: {"state": one.state, "reason": one.reason} for name, one in found.items()}})
+    return {"states": {name: {"state": one.state, "reason": one.reason} for name, one in found.items()}}
 
 
 async def _feedback(plane: Plane, request: Request) -> Response:
@@ -347,15 +331,8 @@ async def _receive(
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("identity", "gzip"):
         return _problem(415, "InvalidInput", f"content-encoding: {coding[:80]!r}; must be gzip, or left out")
-    size, refusal = _length(request, limit)
-    if refusal is not None:
-        return refusal
-    if not held.enter_context(in_hand.taking(size)):
-        return _later(_BUSY)
-    body = await _body(request, size)
-    if body is None:
-        return _problem(408, "WaitTimeout", f"body: did not arrive within {_BODY_S:g} s; send it again")
-    if coding == "identity":
+    body = await _counted_body(request, limit, in_hand, held)
+    if coding == "identity" or not isinstance(body, bytes):
         return body
     # The length that the sender claims is reserved before a byte is decompressed, and it is the limit.
     unpacked = claimed_size(body)
@@ -365,6 +342,19 @@ async def _receive(
         return _later(_BUSY)
     found: bytes = await _beside(pool, gunzip, body, unpacked)
     return found
+
+
+async def _counted_body(request: Request, limit: int, in_hand: BytesInHand, held: ExitStack) -> bytes | Response:
+    """Read the body, or return the response that rejects it. `held` keeps its bytes reserved."""
+    size, refusal = _length(request, limit)
+    if refusal is not None:
+        return refusal
+    if not held.enter_context(in_hand.taking(size)):
+        return _later(_BUSY)
+    body = await _body(request, size)
+    if body is None:
+        return _problem(408, "WaitTimeout", f"body: did not arrive within {_BODY_S:g} s; send it again")
+    return body
 
 
 async def _body(request: Request, size: int) -> bytes | None:
