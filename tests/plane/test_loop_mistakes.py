@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,65 @@ def test_who_commits_is_not_warned(open_plane: OpenPlane, caplog: pytest.LogCapt
             plane.put(named_group(f"g{i}"))
             source.commit(source.step(timeout=PATIENCE_S))
     assert "committed" not in caplog.text
+
+
+class Told(logging.Handler):
+    """Acts when a line with these words is logged, as a program of several threads would go on."""
+
+    def __init__(self, words: str, act: Callable[[], object]) -> None:
+        super().__init__(logging.WARNING)
+        self._words, self._thread = words, threading.Thread(target=act)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._words in record.getMessage():
+            self.lines.append(record.getMessage())
+            if len(self.lines) == 1:
+                self._thread.start()
+
+    def close(self) -> None:
+        if self.lines:
+            self._thread.join()
+        super().close()
+
+
+def test_a_step_that_waits_long_says_once_what_for(open_plane: OpenPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.client.source._LONG_S", 0.0)
+    plane = open_plane(ranks=1, groups_per_step=2)
+    plane.put(named_group("a"))
+    names = iter(["b", "c", "d"])
+    told = Told(" waits for ", lambda: plane.put_many(map(named_group, names)))
+    logging.getLogger("penstock.source").addHandler(told)
+    try:
+        with plane.source(0) as source:
+            for _ in range(2):
+                source.commit(source.step())
+    finally:
+        logging.getLogger("penstock.source").removeHandler(told)
+        told.close()
+    assert len(told.lines) == 1
+    assert re.match(r"rank 0: (step 1|the first step) waits for \w+.*; step\(timeout=SECONDS\)", told.lines[0])
+
+
+def test_a_put_that_waits_long_for_room_says_once_why(open_plane: OpenPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.client.producer_connection._LONG_S", 0.0)
+    plane = open_plane(ranks=1, groups_per_step=1, capacity=1)
+
+    def train() -> None:
+        with plane.source(0) as source:
+            for _ in range(2):
+                source.commit(source.step(timeout=PATIENCE_S))
+            source.flush(PATIENCE_S)
+
+    told = Told("a put waits for room: ", train)
+    logging.getLogger("penstock.producer").addHandler(told)
+    try:
+        for name in ("a", "b", "c"):
+            plane.put(named_group(name))
+    finally:
+        logging.getLogger("penstock.producer").removeHandler(told)
+        told.close()
+    assert len(told.lines) == 1 and "wait for the trainer" in told.lines[0]
 
 
 def test_a_second_trainer_is_named_with_process_and_host(open_plane: OpenPlane) -> None:

@@ -47,6 +47,8 @@ Write: TypeAlias = Callable[[Sequence[int]], Sequence[Written]]
 """Writes the frames of the puts at these positions."""
 _LOOK_S = 1.0
 """How often a waiting call checks that the connection's thread is still alive."""
+_LONG_S = 30.0
+"""A connection says once why a put waits for room this long: the trainer may be this very program, further down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class ProducerConnection:
         """Keeps the leases of this client."""
         self._lock = threading.Lock()
         self._closed: BaseException | None = None
+        self._has_told = False
         timeouts = session.timeouts
         self._loop = ClientLoop(
             transport,
@@ -134,6 +137,7 @@ class ProducerConnection:
         tickets = self._open(question, inbox)
         places = {ticket: place for place, ticket in enumerate(tickets)}
         found: dict[int, Result] = {}
+        began = time.monotonic()
         try:
             while len(found) < len(tickets):
                 arrived = yield inbox.wait(min(deadline - time.monotonic(), _LOOK_S))
@@ -148,6 +152,7 @@ class ProducerConnection:
                     else:
                         self._go_on(zip(granted, written, strict=True), inbox)
                 elif not arrived:
+                    self._tell(tickets, began)
                     refused, deadline = self._look([ticket for ticket in tickets if ticket not in found], deadline)
                     found |= refused
         except Exception as error:  # noqa: BLE001 - the connection ended: what has no answer by now gets none
@@ -214,6 +219,15 @@ class ProducerConnection:
                 len(tickets) - len(refused),
             )
         return refused, math.inf
+
+    def _tell(self, tickets: Sequence[int], began: float) -> None:
+        if self._has_told or time.monotonic() - began < _LONG_S:
+            return
+        with self._lock:
+            reason = self.session.why_waiting(tickets)
+        if reason:
+            self._has_told = True
+            logger.warning("a put waits for room: %s; `timeout` limits the wait (said once)", reason)
 
     def _forget(self, tickets: Sequence[int]) -> None:
         """Forget requests. Withdraws those at the plane that have no answer yet."""

@@ -38,6 +38,8 @@ _LOOK_S = 1.0
 """How often a waiting call checks that the client loop is still alive."""
 UNCOMMITTED = 8
 """A source warns when more steps than this were taken and not committed."""
+_LONG_S = 30.0
+"""A source says once what it waits for this long: the groups may come from this very program, further down."""
 _FRESH_S = 0.25
 """Time before the end of a wait at which the source asks what the plane waits for, for its error."""
 AWAY_S = 60.0
@@ -106,6 +108,7 @@ class Source:
         self._session = settings.new_session(self._reach.find)
         self._arrived: dict[int, Step] = {}
         self._released: set[int] = set()
+        self._has_told = False
         self._asked = self._committed = self._next - 1
         self._error: BaseException | None = None  # the first one stays: every later call raises it
         self._received: SimpleQueue[Arrived | None] = SimpleQueue()
@@ -173,10 +176,12 @@ class Source:
         """Wait until the next step is released. Raises the reason if that cannot happen, or not in time."""
         timeout = seconds_of(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
+        began = time.monotonic()
         fresh = _FRESH_S if timeout is None else min(_FRESH_S, timeout / 2)
         while not self._is_over and (deadline is None or time.monotonic() < deadline - fresh):
             self._changed.wait(_LOOK_S if deadline is None else min(_LOOK_S, deadline - fresh - time.monotonic()))
             self._check_loop()
+            self._tell(began)
         if not self._is_over and timeout is not None and deadline is not None:
             # Ask now what the plane waits for: the error should not quote an answer that is a heartbeat old.
             self._handle(self._session.beat_now(time.monotonic()))
@@ -191,6 +196,15 @@ class Source:
         raise WaitTimeout(
             f"rank {self.rank}: {step}: not here after {timeout:g} s; waited for: {self._session.waiting_for}"
         )
+
+    def _tell(self, began: float) -> None:
+        if not self._has_told and not self._is_over and time.monotonic() - began >= _LONG_S and self.waiting_for:
+            self._has_told = True
+            step = f"step {self._next}" if self._next else "the first step"
+            logger.warning(
+                "rank %d: %s waits for %s; step(timeout=SECONDS) limits the wait (said once)",
+                *(self.rank, step, self.waiting_for),
+            )
 
     @property
     def _is_over(self) -> bool:
