@@ -93,7 +93,7 @@ def open_file(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
-        return open(descriptor, "rb")  # noqa: PTH123, SIM115 - a descriptor, for the caller to close
+        return open(descriptor, "rb")  # noqa: PTH123 - a descriptor, for the caller to close
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
