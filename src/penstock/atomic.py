@@ -81,26 +81,29 @@ def replacing(path: Path, *, buffering: int = 1 << 20) -> Iterator[BinaryIO]:
         part.unlink(missing_ok=True)
 
 
-def read_small(path: Path, most: int = 1 << 20) -> bytes:
-    """Return the bytes of a small file in a folder that others may have made. Raises OSError for one that is larger,
-    and for what is no file: reading a pipe would wait for ever, and a device has no end.
+def open_file(path: Path) -> BinaryIO:
+    """Open a file in a folder that others may have made. Raises OSError for what is no file: reading a pipe would wait
+    for ever, and a device has no end.
 
-    >>> read_small(Path("/dev/zero"))
+    >>> open_file(Path("/dev/zero"))
     Traceback (most recent call last):
     ...
     OSError: [Errno 22] no regular file: '/dev/zero'
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        mode, data = os.fstat(descriptor).st_mode, b""
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "no regular file", str(path))
-        while piece := os.read(descriptor, most + 1 - len(data)):
-            data += piece
-    finally:
-        os.close(descriptor)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return open(descriptor, "rb")  # noqa: PTH123 - a descriptor, for the caller to close
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "no regular file", str(path))
+
+
+def read_small(path: Path, most: int = 1 << 20) -> bytes:
+    """Return the bytes of a small file, opened as by `open_file`. Raises OSError for one that is larger."""
+    with open_file(path) as file:
+        data = file.read(most + 1)
     if len(data) > most:
         raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
     return data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from penstock.view import Export
 from penstock.view.index import StepIndex
 from penstock.view.jsonl import MalformedLine, parse_line
 from penstock.view.library import run_point, step_grid
+from penstock.view.record import Skipped
 from tests.support.exports import make_export
 
 
@@ -65,3 +67,17 @@ def test_a_number_beyond_every_type_in_an_own_column_is_a_malformed_line(value: 
     line = '{"token_ids": [1], "loss_mask": [false], "columns": {"mine": ["<i8", 0, false]}, "mine": [VALUE]}'
     with pytest.raises(MalformedLine, match="out of range"):
         parse_line(line.replace("VALUE", value).encode())
+
+
+def test_a_pipe_or_a_device_in_the_place_of_a_file_is_named(exported: Path) -> None:
+    """A pipe kept the reader waiting for ever, and /dev/zero is one line without an end."""
+    step = exported / "token_exports" / "step_1"
+    for name in ("rank_0.jsonl", "rank_0.done"):
+        (step / name).unlink()
+        os.mkfifo(step / name)
+        with pytest.raises((CorruptFile, OSError), match="no regular file"):
+            list(Export(exported).step(1).lines(Skipped()))
+        (step / name).unlink()
+        (step / name).symlink_to("/dev/zero")
+        with pytest.raises((CorruptFile, OSError), match="no regular file"):
+            list(Export(exported).step(1).lines(Skipped()))

@@ -21,7 +21,8 @@ _watched: list[list[tuple[str, str]]] = []
 
 
 def _hook(event: str, args: tuple[object, ...]) -> None:
-    if _watched and event in ("os.scandir", "os.listdir", "open"):
+    # A number is a descriptor, which was opened before.
+    if _watched and event in ("os.scandir", "os.listdir", "open") and not isinstance(args[0], int):
         _watched[-1].append((event, str(args[0])))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import pytest
 
 from penstock.view import Export
 from penstock.view.library import Library
+from penstock.view.record import Step
 from penstock.view.web import serving
 from tests.support.exports import make_export
 from tests.view.caller import STEP, Caller
@@ -156,14 +157,22 @@ def test_many_who_ask_for_a_step_have_it_read_once(tmp_path: Path) -> None:
 
 
 def test_a_step_that_takes_long_to_read_keeps_nobody_from_another(tmp_path: Path) -> None:
+    reached, released, asked = threading.Event(), threading.Event(), list[int]()
+
+    class Slow(Export):
+        def step(self, number: int, run: str | None = None) -> Step:
+            asked.append(number)
+            if asked.count(second.number) == 2 and number == second.number:  # first its stamp is looked at
+                reached.set()
+                assert released.wait(60)
+            return super().step(number, run)
+
     make_export(tmp_path, steps=2, ranks=1, groups=1, size=2)
-    library = Library(exports={"demo": Export(tmp_path)})
     first, second = Export(tmp_path).steps()
-    path = next(iter(second.files().values()))
-    path.unlink()
-    os.mkfifo(path)  # whoever reads it waits until somebody writes
+    library = Library(exports={"demo": Slow(tmp_path)})
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(library.index, "demo", "", second.number)
+        assert reached.wait(60)
         assert library.index("demo", "", first.number).rows and not slow.done()
-        path.write_bytes(b"")
-        assert slow.result(30).rows == []
+        released.set()
+        assert slow.result(30).rows

@@ -19,6 +19,7 @@ import numpy as np
 
 from penstock.arrays import Array, Cells, Ragged, offsets_of
 from penstock.assets import INLINE_BYTES
+from penstock.atomic import open_file
 from penstock.errors import AssetError, CorruptFile, InvalidInput, StorageError
 from penstock.extras import require
 from penstock.view.record import FIELDS, TABLE, ExportColumn, Record, own_column, without_empty
@@ -152,7 +153,7 @@ def read_parquet(path: Path) -> Iterator[Record]:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
+        with open_file(path) as opened, pq.ParquetFile(opened) as file:
             for group in range(file.num_row_groups):
                 check_row_group(file, group)
                 yield from _rows(file.read_row_group(group))

@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 import xxhash
 
+from penstock.atomic import open_file
 from penstock.errors import CorruptFile, InvalidInput, UnknownKey
 from penstock.view.folders import (
     EXPORTS,
@@ -205,9 +206,11 @@ def _jsonl_line(path: Path, offset: int, num_bytes: int) -> bytes:
 def open_records(path: Path) -> BinaryIO:
     """Open a rank's file. Raises CorruptFile if a marker names a file that is gone."""
     try:
-        return path.open("rb")
+        return open_file(path)
     except FileNotFoundError:
         raise CorruptFile(f"{path}: missing, although its marker names it; export the step again") from None
+    except OSError as error:
+        raise CorruptFile(f"{path}: {error.strerror}; export the step again") from None
 
 
 def numbered_lines(path: Path, skipped: Skipped) -> Iterator[tuple[int, int, bytes]]:
@@ -236,7 +239,7 @@ def _skip_line(file: BinaryIO) -> int:
 def _digest(path: Path) -> str:
     state = xxhash.xxh3_128()
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             while block := file.read(1 << 20):
                 state.update(block)
     except FileNotFoundError:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.atomic import read_small, replacing
+from penstock.atomic import open_file, read_small, replacing
 from penstock.log import is_gone, pid_space
 
 STATE = "state.json"
@@ -84,7 +84,7 @@ def as_columns(rows: Iterable[Mapping[str, float | None]]) -> dict[str, list[flo
 
 def _lines(path: Path, start: int) -> tuple[list[bytes], int]:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             size = file.seek(0, 2)
             begin = start if start <= size else 0  # the file was replaced by a new one
             file.seek(begin)
