@@ -38,7 +38,7 @@ from penstock.protocol import (
 )
 from penstock.transport import ClientTransport
 
-logger = logging.getLogger("penstock.client")
+logger = logging.getLogger("penstock.producer")
 Question: TypeAlias = Callable[[float], tuple[list[int], list[Event]]]
 """Starts requests at the given time. Returns their tickets and the events to handle."""
 Written: TypeAlias = tuple[str, bytes, bytes]
