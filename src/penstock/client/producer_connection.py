@@ -211,13 +211,6 @@ class ProducerConnection:
                 if why is not None:
                     refused[ticket] = why
             self._handle(events)
-        if len(refused) < len(tickets):
-            logger.warning(
-                "%s: alive, and has not answered %d groups within their timeout; they may be accepted, so the put "
-                "waits for the answer; see the plane's log",
-                self.session.where,
-                len(tickets) - len(refused),
-            )
         return refused, math.inf
 
     def _tell(self, tickets: Sequence[int], began: float) -> None:
@@ -225,9 +218,18 @@ class ProducerConnection:
             return
         with self._lock:
             reason = self.session.why_waiting(tickets)
+        if reason is None:
+            return
+        self._has_told = True
         if reason:
-            self._has_told = True
             logger.warning("a put waits for room: %s; `timeout` limits the wait (said once)", reason)
+        else:
+            logger.warning(
+                "%s: the plane is alive and has not answered a put for %.0f s; its group may be accepted, so the put "
+                "waits for the answer; see the plane's log (said once)",
+                self.session.where,
+                time.monotonic() - began,
+            )
 
     def _forget(self, tickets: Sequence[int]) -> None:
         """Forget requests. Withdraws those at the plane that have no answer yet."""

@@ -325,10 +325,11 @@ class ProducerSession:
             return None, []
         return question.refused, self.abandon(ticket)
 
-    def why_waiting(self, tickets: Sequence[int]) -> str:
-        """Return why the first of these groups that waits for room does so, or "" if none does."""
+    def why_waiting(self, tickets: Sequence[int]) -> str | None:
+        """Return why the first of these groups that waits for room does so, "" if they all wait for an answer, or None
+        if none of them is a group."""
         puts = [question for ticket in tickets if isinstance(question := self._open.get(ticket), _Put)]
-        return next((put.refused.reason for put in puts if put.refused is not None), "")
+        return next((put.refused.reason for put in puts if put.refused is not None), "") if puts else None
 
     def abandon(self, ticket: int) -> list[Event]:
         """Forget a request. Tells the plane if it may hold a place in its queue, or a reservation, for it."""
