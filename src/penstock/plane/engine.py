@@ -363,7 +363,8 @@ class Engine:
         if tables.env_unit is None:
             return []
         if groups is None:
-            return [f"environment {env!r}: none" for env in sorted(tables.members) if not len(tables.table(env))]
+            none = [f"environment {env!r}: none" for env in sorted(tables.members) if not len(tables.table(env))]
+            return none or [self.state.unfilled] * bool(self.state.unfilled)
         quotas = {env: (len(tables.table(env)), quota) for env, quota in tables.quotas(groups).items()}
         return [f"environment {env!r}: {have} of {quota}" for env, (have, quota) in quotas.items() if have < quota]
 
