@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from penstock.errors import ConfigError, InvalidInput, StepAborted
+from penstock.errors import ConfigError, InvalidInput, PeerError, StepAborted
 from penstock.packing.accounting import Denominators
 from penstock.train.terms import Terms
 from penstock.view import TokenExporter
 from tests.support.groups import named_group
-from tests.support.pace import pace
+from tests.support.pace import eventually, pace
 from tests.support.planes import OpenPlane
 
 PATIENCE_S = 30 * pace()
@@ -106,13 +106,26 @@ def test_a_put_that_waits_long_for_room_says_once_why(open_plane: OpenPlane, mon
     assert len(told.lines) == 1 and "wait for the trainer" in told.lines[0]
 
 
-def test_a_second_trainer_is_named_with_process_and_host(open_plane: OpenPlane) -> None:
+def test_a_second_source_of_one_process_is_not_called_another_process(open_plane: OpenPlane) -> None:
     plane = open_plane(ranks=1, groups_per_step=1)
     plane.put(named_group("a"))
     first = plane.source(0)
     first.step(timeout=PATIENCE_S)
     second = plane.source(0, resume_step=1)
-    with pytest.raises(StepAborted, match=rf"another process \(pid {os.getpid()} on .+\) joined as this rank"):
+    words = rf"its process \(pid {os.getpid()} on .+\) already had a source for this rank and opened a second; use one"
+    with pytest.raises(StepAborted, match=words):
+        first.step(timeout=PATIENCE_S)
+    second.close()
+    first.close()
+
+
+def test_a_second_source_before_the_session_runs_tells_the_first(open_plane: OpenPlane) -> None:
+    plane = open_plane(ranks=2, groups_per_step=1)
+    first = plane.source(0)
+    eventually(lambda: "rank 1 to join" in plane.status()["waiting_for"])
+    second = plane.source(0)
+    words = rf"this process \(pid {os.getpid()} on .+\) has opened a second source for rank 0 since; use one"
+    with pytest.raises(PeerError, match=words):
         first.step(timeout=PATIENCE_S)
     second.close()
     first.close()
