@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands.terminal import Progress, aligned, size
-from penstock.commands.which_run import folder_for, plane_folder
+from penstock.commands.which_run import checked_where, folder_for, plane_folder
 from penstock.errors import InvalidInput
 from penstock.log import PLANE, as_corrupt, is_postgres
 from penstock.server import printable
@@ -39,8 +39,10 @@ _SHOWN = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["check", "recover", "forget"])
-    parser.add_argument("where", metavar="RUN", help="the run's folder, or its plane's folder")
-    parser.add_argument("--storage", metavar="WHERE", help="folder or URL of the frames, if not in the run's folder")
+    parser.add_argument("where", metavar="RUN", type=checked_where, help="the run's folder, or its plane's folder")
+    parser.add_argument(
+        "--storage", metavar="WHERE", type=checked_where, help="folder or URL of the frames, if not in the run's folder"
+    )
     parser.add_argument("--fast", action="store_true", help="check: compare sizes, read no frame")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--yes", action="store_true", help="recover, forget: do not ask")
