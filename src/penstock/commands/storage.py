@@ -320,13 +320,19 @@ def _forget(args: argparse.Namespace) -> int:
     with as_corrupt(args.where):
         found = forgettable(folder)
     what = f"{found.groups:,} groups ({size(found.num_bytes)}) and the plans of steps before {found.before_step:,}"
-    print(f"{folder}: run {found.run_id[:12]} would free {what}; they cannot be restored")
-    if not args.yes and not _agreed_to_forget():
-        print("Nothing was changed.")
-        return 1
-    forget(folder)
-    print("From now on the run keeps only its last steps. The next plane on this folder frees the rest.")
-    return 0
+    say: Callable[[str], None] = (lambda _: None) if args.json else print
+    say(f"{folder}: run {found.run_id[:12]} would free {what}; they cannot be restored")
+    agreed = args.yes or (not args.json and _agreed_to_forget())
+    if agreed:
+        forget(folder)
+    if args.json:
+        print(json.dumps({"folder": str(folder), **asdict(found), "done": agreed}, indent=1))
+    say(
+        "From now on the run keeps only its last steps. The next plane on this folder frees the rest."
+        if agreed
+        else "Nothing was changed."
+    )
+    return 0 if agreed else 1
 
 
 def _agreed_to_forget() -> bool:
