@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -98,3 +99,25 @@ def test_an_advantage_returns_one_number_for_each_rollout(wrong: Callable[[Any],
         make_group([rollout(0.0), rollout(1.0)], id="g", advantage=wrong)
     kept = make_group([rollout(0.0), rollout(1.0)], id="g", advantage=as_list)
     assert [float(sample["advantages"]) for sample in kept.samples] == [0.5, 0.5]
+
+
+def test_a_group_that_is_filled_and_never_put_is_warned_of(
+    open_plane: OpenPlane, caplog: pytest.LogCaptureFixture
+) -> None:
+    plane = open_plane(ranks=1, groups_per_step=1)
+    rollout = ps.Trajectory(turns=[ps.Turn([1]), ps.Turn([2], logprobs=[-0.5])], reward=1.0)
+    for prompt in ("forgotten", "put", "cancelled", "made", "empty"):
+        group = plane.group(prompt, advantage=None)
+        if prompt != "empty":
+            group.add(rollout)
+        if prompt == "put":
+            group.put()
+        if prompt == "made":
+            group.make()
+        if prompt == "cancelled":
+            with pytest.raises(RuntimeError), group:
+                raise RuntimeError
+        del group
+        gc.collect()
+    (said,) = [record.getMessage() for record in caplog.records if "never put" in record.getMessage()]
+    assert said.startswith("group of 'forgotten': dropped with 1 rollouts that were never put")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +11,18 @@ import pytest
 
 import penstock as ps
 from penstock.errors import PeerError
-from penstock.protocol import Accepted, Attach, FromClient, FromPlane, OpenSegment, Pulse, SegmentOpened
+from penstock.protocol import (
+    Accepted,
+    Attach,
+    FromClient,
+    FromPlane,
+    GroupStates,
+    OpenSegment,
+    PromptsOffered,
+    Pulse,
+    SegmentOpened,
+    Status,
+)
 from penstock.protocol.messages import Put, Trace
 from penstock.storage.custody import Marker
 from tests.support.fake_plane import RUN, FakePlane, attached
@@ -80,3 +91,36 @@ def test_a_put_that_a_living_plane_does_not_answer_says_so_once(
         eventually(has_said)
         assert put.result(120)
     assert len([record for record in caplog.records if "has not answered" in record.getMessage()]) == 1
+
+
+NONSENSE: list[tuple[str, Callable[[ps.Plane], object], Callable[[int], FromPlane]]] = [
+    ("another answer to status", lambda plane: plane.status(), lambda ticket: Accepted(ticket=ticket)),
+    ("status that is no JSON", lambda plane: plane.status(), lambda ticket: Status(ticket=ticket, text=b"\xff{")),
+    ("status that is a list", lambda plane: plane.status(), lambda ticket: Status(ticket=ticket, text=b"[]")),
+    ("no ledger", lambda plane: plane.ledger, lambda ticket: Status(ticket=ticket, text=b"{}")),
+    ("a ledger of text", lambda plane: plane.ledger, lambda ticket: Status(ticket=ticket, text=b'{"ledger": "x"}')),
+    ("no columns", lambda plane: plane.columns, lambda ticket: Status(ticket=ticket, text=b"{}")),
+    ("no ranks", lambda plane: plane.source(0), lambda ticket: Status(ticket=ticket, text=b'{"ranks": "x"}')),
+    ("another answer to has", lambda plane: plane.has(["a"]), lambda ticket: Accepted(ticket=ticket)),
+    ("too few states", lambda plane: plane.has(["a", "b"]), lambda t: GroupStates(ticket=t, states=(("held", ""),))),
+    ("another answer to feedback", lambda plane: list(plane.feedback()), lambda ticket: Accepted(ticket=ticket)),
+    ("another answer to tasks", lambda plane: list(plane.tasks(["a"])), lambda ticket: Accepted(ticket=ticket)),
+    ("another answer to a lease", lambda plane: next(plane.lacking("rewards")), lambda t: Accepted(ticket=t)),
+    (
+        "a part of a prompt list that there is not",
+        lambda plane: list(plane.tasks(["a"])),
+        lambda ticket: PromptsOffered(ticket=ticket, missing=(7,)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("ask", "make"), [row[1:] for row in NONSENSE], ids=[row[0] for row in NONSENSE])
+def test_an_answer_that_no_plane_gives_is_a_peer_error(
+    ask: Callable[[ps.Plane], object], make: Callable[[int], FromPlane]
+) -> None:
+    def answer(message: FromClient) -> Sequence[FromPlane]:
+        ticket = getattr(message, "ticket", 0)
+        return [attached(ticket)] if isinstance(message, Attach) else [make(ticket)] if ticket else []
+
+    with FakePlane(answer) as fake, ps.open(fake.url) as plane, pytest.raises(PeerError, match="the plane"):
+        ask(plane)

@@ -416,3 +416,44 @@ def test_no_list_of_prompts_at_all_says_what_to_give() -> None:
         pytest.raises(InvalidInput, match="prompts: None; give a list of prompts"),
     ):
         plane.tasks(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["for", "async for"])
+def test_a_cancelled_asyncio_worker_returns_its_task_and_does_not_fail_it(plane: ps.Plane, kind: str) -> None:
+    async def worker(began: asyncio.Event) -> None:
+        tasks = plane.tasks(NAMES, attempts=1)
+        if kind == "async for":
+            async for _task in tasks:
+                began.set()
+                await asyncio.sleep(3600)
+        else:
+            for _task in tasks:
+                began.set()
+                await asyncio.sleep(3600)
+
+    async def cancel() -> None:
+        began = asyncio.Event()
+        running = asyncio.create_task(worker(began))
+        await began.wait()
+        running.cancel()
+        await asyncio.wait([running])
+        assert running.cancelled()
+
+    asyncio.run(cancel())
+    gc.collect()
+    for task in plane.tasks(NAMES, attempts=1):
+        work(task)
+    assert plane.ledger.discarded == Counter() and plane.ledger.accepted == 2 * len(NAMES)
+
+
+def test_an_asyncio_worker_that_raises_fails_its_task(plane: ps.Plane) -> None:
+    async def worker() -> None:
+        async for _task in plane.tasks(NAMES, attempts=1):
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        asyncio.run(worker())
+    gc.collect()
+    for task in plane.tasks(NAMES, attempts=1):
+        work(task)
+    assert plane.ledger.accepted == 2 * (len(NAMES) - 1)

@@ -182,6 +182,40 @@ def test_a_folder_that_is_not_there_is_named_by_every_command(
     assert said(capsys, *words_for(command, where)).startswith(f"{where}: no")
 
 
+EVERY_PLACE = (
+    *([command] for command in (*COMMANDS, "rerun", "tenants", "copy", "serve")),
+    *(["storage", action] for action in ("check", "recover", "forget")),
+    *(["runs", action] for action in ("list", "delete")),
+)
+
+
+@pytest.mark.parametrize("words", EVERY_PLACE, ids=" ".join)
+def test_every_command_rejects_an_empty_path_and_an_address_without_its_scheme(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for where, meant in (("", "empty; was a shell variable unset?"), ("node-1:7440", "give 'tcp://node-1:7440'")):
+        with pytest.raises(SystemExit) as stopped:
+            main([*words, where])
+        assert stopped.value.code == 2 and meant in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["assets", "list"], ["keys"], ["train"], ["top", "runs/x", "--keys"]], ids=" ".join)
+def test_a_folder_or_file_that_is_empty_text_is_rejected(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*words, ""])
+    assert "empty; was a shell variable unset?" in capsys.readouterr().err
+
+
+def test_a_plane_is_not_served_in_a_folder_named_like_an_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    of_step = ["--ranks", "1", "--seq-len", "9", "--groups-per-step", "1"]
+    assert "an address, not a folder" in said(capsys, "serve", "tcp://127.0.0.1:7440", *of_step)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_plane_without_a_folder_has_no_run_to_inspect(capsys: pytest.CaptureFixture[str]) -> None:
     with ps.open("memory:", ranks=1, seq_len=8, groups_per_step=1, listen=["tcp://127.0.0.1:*"]) as plane:
         assert plane._server is not None

@@ -48,6 +48,8 @@ def test_help_has_an_example_and_fits_80_columns(
         (["serve", "runs/x", "--seqlen", "64"], "--seq-len"),
         (["view", "runs/x", "--tokeniser=x"], "--tokenizer"),
         (["storage", "chekc", "runs/x"], "check"),
+        (["top", "--inteval", "3"], "--interval"),
+        (["rollouts", "verifiers", "--grop-size=3"], "--group-size"),
         (["storage", "check", "runs/x", "--fats"], "--fast"),
         (["bench", "wrie"], "wire"),
         (["rollouts", "verifers"], "verifiers"),

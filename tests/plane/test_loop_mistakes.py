@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 import penstock as ps
-from penstock.errors import ConfigError, InvalidInput, StepAborted
+from penstock.errors import ConfigError, InvalidInput, PeerError, StepAborted
 from penstock.packing.accounting import Denominators
 from penstock.train.terms import Terms
 from penstock.view import TokenExporter
 from tests.support.groups import named_group
-from tests.support.pace import pace
+from tests.support.pace import eventually, pace
 from tests.support.planes import OpenPlane
 
 PATIENCE_S = 30 * pace()
@@ -106,13 +106,26 @@ def test_a_put_that_waits_long_for_room_says_once_why(open_plane: OpenPlane, mon
     assert len(told.lines) == 1 and "wait for the trainer" in told.lines[0]
 
 
-def test_a_second_trainer_is_named_with_process_and_host(open_plane: OpenPlane) -> None:
+def test_a_second_source_of_one_process_is_not_called_another_process(open_plane: OpenPlane) -> None:
     plane = open_plane(ranks=1, groups_per_step=1)
     plane.put(named_group("a"))
     first = plane.source(0)
     first.step(timeout=PATIENCE_S)
     second = plane.source(0, resume_step=1)
-    with pytest.raises(StepAborted, match=rf"another process \(pid {os.getpid()} on .+\) joined as this rank"):
+    words = rf"its process \(pid {os.getpid()} on .+\) already had a source for this rank and opened a second; use one"
+    with pytest.raises(StepAborted, match=words):
+        first.step(timeout=PATIENCE_S)
+    second.close()
+    first.close()
+
+
+def test_a_second_source_before_the_session_runs_tells_the_first(open_plane: OpenPlane) -> None:
+    plane = open_plane(ranks=2, groups_per_step=1)
+    first = plane.source(0)
+    eventually(lambda: "rank 1 to join" in plane.status()["waiting_for"])
+    second = plane.source(0)
+    words = rf"this process \(pid {os.getpid()} on .+\) has opened a second source for rank 0 since; use one"
+    with pytest.raises(PeerError, match=words):
         first.step(timeout=PATIENCE_S)
     second.close()
     first.close()
@@ -249,3 +262,48 @@ def test_an_address_without_its_scheme_makes_no_folder(
 def test_a_missing_step_target_is_named_by_its_settings() -> None:
     with pytest.raises(ConfigError, match="memory: when a step is full: missing; give one of groups_per_step, samp"):
         ps.open("memory:", ranks=1, seq_len=16)
+
+
+class Held(logging.Handler):
+    """Holds the plane's thread in a log call, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holds, self.go = threading.Event(), threading.Event()
+
+    def createLock(self) -> None:
+        self.lock = None  # other threads log meanwhile
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if threading.current_thread().name == "penstock-plane":
+            self.holds.set()
+            self.go.wait(PATIENCE_S)
+
+
+def test_close_says_what_a_plane_is_doing_that_does_not_end(
+    open_plane: OpenPlane, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.client.plane._CLOSING_S", 0.1)
+    plane = open_plane(ranks=1, groups_per_step=1)
+    held, of_planes = Held(), logging.getLogger("penstock")
+    with caplog.at_level(logging.INFO, "penstock"):
+        of_planes.addHandler(held)
+        try:
+            source = plane.source(0)  # the plane logs that it joined
+            assert held.holds.wait(PATIENCE_S)
+            plane.close()
+        finally:
+            held.go.set()
+            of_planes.removeHandler(held)
+    source.close()
+    (said,) = [r.getMessage() for r in caplog.records if "still runs 0.1 s after close" in r.getMessage()]
+    assert "self.go.wait" in said
+
+
+@pytest.mark.parametrize("where", ["memory:", "folder"])
+def test_keys_without_listen_are_rejected(where: str, tmp_path: Path) -> None:
+    place = where if where == "memory:" else str(tmp_path / where)
+    with pytest.raises(ConfigError, match=r"keys: .* without listen"):
+        ps.open(place, ranks=1, seq_len=8, groups_per_step=1, keys=str(tmp_path))
+    with pytest.raises(ConfigError, match="keys: ''; give the folder"):
+        ps.open("tcp://127.0.0.1:1", keys="")

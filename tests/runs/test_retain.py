@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,9 @@ def test_forget_asks_and_then_the_next_plane_frees(
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert main(["storage", "forget", str(run)]) == 1  # a program that does not say --yes
     assert "--yes" in capsys.readouterr().err
+    assert main(["storage", "forget", str(run), "--json"]) == 1
+    planned = json.loads(capsys.readouterr().out)
+    assert (planned["groups"], planned["done"]) == (4, False)
     assert names_kept(run) == list("abcdef")
     assert main(["storage", "forget", str(run), "--yes"]) == 0
     assert "would free 4 groups" in capsys.readouterr().out

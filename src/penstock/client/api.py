@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from penstock.client.handles import Handle
 from penstock.config import LateSignature
 from penstock.errors import ConfigError, PlaneLost
-from penstock.log import check_address, is_postgres, redacted, split_run, with_run
+from penstock.log import check_address, check_where, is_postgres, redacted, split_run, with_run
 from penstock.protocol import Timeouts
 from penstock.transport import ClientKeys, SocketClient
 
@@ -36,7 +35,6 @@ REMOTE = ("tcp://", "ipc://", "file://")
 _RAY = "ray://"
 _CALLERS = ("keys", "timeouts", "run")
 """Settings of the connection, not of the plane. `run` is the name that the plane there must have."""
-_HOST_AND_PORT = re.compile(r"[\w.-]+:\d{1,5}")
 
 
 def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa: A001 - ps.open is what it is called
@@ -76,9 +74,10 @@ def open(where: str | Path, **settings: Unpack[PlaneKeywords]) -> Plane:  # noqa
         address = ""
     if "://" in address:
         raise unknown_address(address, [*REMOTE, _RAY])
-    if isinstance(where, str) and (address == "memory" or _HOST_AND_PORT.fullmatch(address)):
-        meant = "memory:" if address == "memory" else f"tcp://{address}"
-        raise ConfigError(f"{address}: neither a folder nor an address; give {meant!r}, or './{address}' for a folder")
+    if where == "memory":
+        raise ConfigError("memory: neither a folder nor an address; give 'memory:', or './memory' for a folder")
+    if isinstance(where, str):
+        check_where(where)
     from penstock.client.embedded import open_embedded
 
     return open_embedded(address, given)

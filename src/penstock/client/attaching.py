@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from penstock.arrays import COLUMNS, Values, sample_digests
 from penstock.client.conversations import Call, Conversation
-from penstock.client.producer_connection import ProducerConnection, error_of
+from penstock.client.producer_connection import ProducerConnection, error_of, expected
 from penstock.errors import CorruptFrame, InvalidInput, PenstockError
 from penstock.frames import (
     ANY_SIZE,
@@ -108,8 +108,7 @@ def _send(
     connection: ProducerConnection, message: AttachValues, frames: Frames = ()
 ) -> Conversation[ValuesAttached | Rejected]:
     answer = yield from connection.ask(lambda ticket: replace(message, ticket=ticket), frames)
-    assert isinstance(answer, ValuesAttached | Rejected)
-    return answer
+    return answer if isinstance(answer, Rejected) else expected(answer, ValuesAttached)
 
 
 def _result(answer: ValuesAttached | Rejected) -> AttachResult:

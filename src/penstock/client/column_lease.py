@@ -20,7 +20,7 @@ from penstock.arrays import Sample, Samples, sample_digests
 from penstock.client.attaching import AttachResult, LateValue, Leased, attach
 from penstock.client.conversations import Call, Conversation, Pause
 from penstock.client.direct import Direct, reachable
-from penstock.client.producer_connection import ProducerConnection, error_of
+from penstock.client.producer_connection import ProducerConnection, error_of, expected
 from penstock.errors import CorruptFrame, InvalidInput, StorageError, UnknownKey
 from penstock.frames import ANY_SIZE, decode
 from penstock.protocol import MAX_NAME, Attached, ColumnsLeased, Frames, LeaseColumns, Rejected, StepPicks, seconds_of
@@ -194,7 +194,7 @@ class _Worker:
                     raise error
                 yield from self._failed(error)
                 continue
-            assert isinstance(answer, ColumnsLeased)
+            answer = expected(answer, ColumnsLeased)
             if answer.leases:
                 try:
                     samples = yield Call(partial(self._read, answer, self._connection.payload(answer.ticket)))

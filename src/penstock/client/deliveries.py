@@ -19,7 +19,7 @@ from penstock.client.async_puts import AsyncPuts
 from penstock.client.conversations import Call, Conversation, Pause
 from penstock.client.direct import Direct, DirectPut, write_all
 from penstock.client.encoded_group import EncodedGroup
-from penstock.client.producer_connection import Lost, ProducerConnection, Result, error_of
+from penstock.client.producer_connection import Lost, ProducerConnection, Result, error_of, expected
 from penstock.client.put_counts import PutCounts
 from penstock.errors import (
     Away,
@@ -144,7 +144,7 @@ class Deliveries:
         """Count what became of a group. Returns the plane's error if it was rejected."""
         if isinstance(answer, Rejected):
             return error_of(answer)
-        assert isinstance(answer, Accepted)
+        answer = expected(answer, Accepted)
         if answer.stale:
             self._counts.on_stale(group.name, answer.policy_version)
         if answer.late:

@@ -53,6 +53,8 @@ def check_known(address: str, given: Mapping[str, Any]) -> None:
 
 def open_settings(where: str, settings: PlaneSettings) -> Plane:
     """Open a plane from a settings record."""
+    if settings.keys is not None and not settings.listen:
+        raise ConfigError(f"keys: {settings.keys!r} without listen; give an address to listen at, or leave keys out")
     memory = MemoryPlane()
     log = _open_log(where, settings)
     with ExitStack() as opened:

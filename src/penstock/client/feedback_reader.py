@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from penstock.arrays import check_count
 from penstock.client.conversations import Conversation
-from penstock.client.producer_connection import ProducerConnection, error_of
+from penstock.client.producer_connection import ProducerConnection, error_of, expected
 from penstock.errors import InvalidInput
 from penstock.protocol import MAX_PAGE, MAX_SHOWN, AskFeedback, Discard, Feedback, FeedbackEvent, Rejected
 
@@ -55,8 +55,7 @@ def ask_page(connection: ProducerConnection, after: str, most: int, wait_s: floa
     answer = yield from connection.ask(lambda ticket: AskFeedback(ticket=ticket, after=after, most=most, wait_s=wait_s))
     if isinstance(answer, Rejected):
         raise error_of(answer)
-    assert isinstance(answer, Feedback)
-    return answer
+    return expected(answer, Feedback)
 
 
 def discard_message(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from penstock.protocol import seconds_of
 if TYPE_CHECKING:
     from penstock.client.plane import Plane
 
+logger = logging.getLogger("penstock.producer")
 FAILED = "rollout failed"
 """Drop reason of a group whose rollouts all ended with an error."""
 
@@ -39,6 +41,8 @@ class CollectedRollouts:
     priority: float = 1.0
     rollouts: list[Trajectory] = field(default_factory=list)
     is_put: bool = False
+    is_entered: bool = False
+    """Whether the group was made, or a `with` block decides what becomes of it."""
 
     def add(self, trajectory: Trajectory) -> None:
         if not isinstance(trajectory, Trajectory):
@@ -52,6 +56,15 @@ class CollectedRollouts:
                 "await the tasks that add, before the `with` block ends"
             )
         self.rollouts.append(trajectory)
+
+    def __del__(self) -> None:
+        if self.rollouts and not self.is_entered:
+            logger.warning(
+                "group of %.80r: dropped with %d rollouts that were never put; collect them in a `with` block, or call "
+                "put()",
+                self.prompt,
+                len(self.rollouts),
+            )
 
     def __repr__(self) -> str:
         what = f"{len(self.rollouts)} rollouts, policy_version={self.policy_version}"
@@ -73,6 +86,7 @@ class CollectedRollouts:
 
     def make(self) -> Group:
         """Return the group without putting it."""
+        self.is_entered = True
         return make_group(
             self.rollouts,
             id=self.id,
@@ -111,6 +125,7 @@ class GroupBuilder(CollectedRollouts):
     """Collects the rollouts of one prompt in a `with` block."""
 
     def __enter__(self) -> Self:
+        self.is_entered = True
         return self
 
     def __exit__(
@@ -134,6 +149,7 @@ class AsyncGroupBuilder(CollectedRollouts):
     """Collects the rollouts of one prompt in an `async with` block. Tasks may add to it as they finish."""
 
     async def __aenter__(self) -> Self:
+        self.is_entered = True
         return self
 
     async def __aexit__(

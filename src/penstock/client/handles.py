@@ -49,7 +49,7 @@ class Handle:
 
     @staticmethod
     def of(url: str, run: str, keys: str | Path | None, timeouts: Timeouts | None) -> Handle:
-        if not isinstance(keys, str | Path | None):
+        if keys == "" or not isinstance(keys, str | Path | None):
             raise ConfigError(f"keys: {keys!r:.60}; give the folder with the keys")
         return Handle(
             url=usable_url(url), run=run, keys=None if keys is None else str(Path(keys).absolute()), timeouts=timeouts

@@ -9,9 +9,12 @@ opened again. Its sources and tasks refer to it.
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -31,7 +34,7 @@ from penstock.client.feedback_reader import FeedbackReader, ask_page, discard_me
 from penstock.client.group_builder import AsyncGroupBuilder, GroupBuilder, builder_fields
 from penstock.client.group_states import GroupState, checked_ids
 from penstock.client.handles import Handle, nowhere
-from penstock.client.producer_connection import ProducerConnection, error_of
+from penstock.client.producer_connection import ProducerConnection, error_of, expected, reading_answer
 from penstock.client.put_counts import PutCounts
 from penstock.convert import Advantage, Filter, Group, grpo
 from penstock.errors import Closed, InvalidInput, PeerError
@@ -74,9 +77,13 @@ if TYPE_CHECKING:
     from penstock.replay import Curriculum
     from penstock.transport import ClientTransport
 
+logger = logging.getLogger("penstock.plane")
 T = TypeVar("T")
 Connect: TypeAlias = "Callable[[], ClientTransport]"
 _SHOWN = {"run": "run", "next step": "next_step", "policy version": "policy_version", "waiting for": "waiting_for"}
+
+_CLOSING_S = 10.0
+"""How long `close` waits for the thread of a plane in this process."""
 
 
 class Plane:
@@ -392,8 +399,9 @@ class Plane:
             answer = yield from self._connection.ask(partial(_ask_groups, some))
             if isinstance(answer, Rejected):
                 raise error_of(answer)
-            assert isinstance(answer, GroupStates)
-            found |= {name: GroupState(*state) for name, state in zip(some, answer.states, strict=True)}
+            states = expected(answer, GroupStates).states
+            with reading_answer("has"):
+                found |= {name: GroupState(*state) for name, state in zip(some, states, strict=True)}
         return found
 
     # -------------------------------------------------------------- late columns
@@ -497,12 +505,12 @@ class Plane:
         answer = self._call(lambda ticket: OpenSegment(ticket=ticket))
         if isinstance(answer, Rejected):
             raise error_of(answer)
-        assert isinstance(answer, SegmentOpened)
         from penstock.storage import is_segment_name
 
-        if not is_segment_name(answer.segment):  # it becomes a file's name: `../x` would lead out of the storage
-            raise PeerError(f"{self.url}: opened segment {answer.segment!r:.80}; a name has 16 hexadecimal digits")
-        return answer.segment
+        segment = expected(answer, SegmentOpened).segment
+        if not is_segment_name(segment):  # it becomes a file's name: `../x` would lead out of the storage
+            raise PeerError(f"{self.url}: opened segment {segment!r:.80}; a name has 16 hexadecimal digits")
+        return segment
 
     async def _sign_urls(self, method: str, names: tuple[str, ...]) -> tuple[Sequence[str], float]:
         """Return signed URLs of objects of this process's segments, and for how many seconds they are valid."""
@@ -511,13 +519,11 @@ class Plane:
         )
         if isinstance(answer, Rejected):
             raise _sealed(answer) if answer.kind == "Sealed" else error_of(answer)
-        assert isinstance(answer, SignedUrls)
-        return answer.urls, answer.seconds
+        signed = expected(answer, SignedUrls)
+        return signed.urls, signed.seconds
 
     def _attached(self) -> Attached:
-        answer = self._call(lambda ticket: Attach(ticket=ticket, run=self._connection.session.run))
-        assert isinstance(answer, Attached)
-        return answer
+        return expected(self._call(lambda ticket: Attach(ticket=ticket, run=self._connection.session.run)), Attached)
 
     @property
     def num_stale(self) -> int:
@@ -615,9 +621,13 @@ class Plane:
         from penstock.client.source_settings import SourceSettings
 
         self._connection.check_process()
+        if world is None:
+            found = self.status()
+            with reading_answer("ranks"):
+                world = int(found["ranks"])
         settings = SourceSettings(
             rank=rank,
-            world=int(self.status()["ranks"]) if world is None else world,
+            world=world,
             replica=replica,
             replicas=replicas,
             resume_step=resume_step,
@@ -633,16 +643,17 @@ class Plane:
 
     def status(self) -> dict[str, Any]:
         """Return the plane's status: phase, steps, ledger, counts, what it waits for."""
-        answer = self._call(lambda ticket: Ask(ticket=ticket))
-        assert isinstance(answer, Status)
-        found: dict[str, Any] = msgspec.json.decode(answer.text)
-        return found
+        answer = expected(self._call(lambda ticket: Ask(ticket=ticket)), Status)
+        with reading_answer("status"):
+            return msgspec.json.decode(answer.text, type=dict[str, Any])
 
     @property
     def columns(self) -> Own:
         """The plane's own columns, beside those that Penstock defines."""
         if self._columns is None:
-            self._columns = own_of(self.status()["columns"])
+            found = self.status()
+            with reading_answer("columns"):
+                self._columns = own_of(found["columns"])
         return self._columns
 
     @property
@@ -655,7 +666,9 @@ class Plane:
         """The state of every accepted sample."""
         from penstock.plane import Ledger
 
-        return Ledger.from_dict(self.status()["ledger"])
+        found = self.status()
+        with reading_answer("ledger"):
+            return Ledger.from_dict(found["ledger"])
 
     def __repr__(self) -> str:
         where = "in this process" if self._server is not None else "elsewhere"
@@ -737,4 +750,13 @@ def _close(
     puts.close()
     if server is not None and thread is not None:
         server.stop()
-        thread.join(10)
+        thread.join(_CLOSING_S)
+        if thread.is_alive():
+            frame = sys._current_frames().get(thread.ident or 0)
+            stack = "".join(traceback.format_stack(frame, limit=8)) if frame is not None else "its end"
+            logger.warning(
+                "%s: the plane's thread still runs %g s after close, and keeps its folder open; it is at\n%s",
+                server.engine.log.where,
+                _CLOSING_S,
+                stack,
+            )

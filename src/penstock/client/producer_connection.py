@@ -10,10 +10,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
+
+import msgspec
 
 from penstock import errors
 from penstock.client.client_loop import ClientLoop
@@ -39,6 +42,7 @@ from penstock.protocol import (
 from penstock.transport import ClientTransport
 
 logger = logging.getLogger("penstock.producer")
+A = TypeVar("A")
 Question: TypeAlias = Callable[[float], tuple[list[int], list[Event]]]
 """Starts requests at the given time. Returns their tickets and the events to handle."""
 Written: TypeAlias = tuple[str, bytes, bytes]
@@ -70,6 +74,24 @@ def error_of(answer: Rejected) -> PenstockError:
     if isinstance(found, type) and issubclass(found, PenstockError):
         return found(answer.reason)
     return PenstockError(f"{answer.kind}: {answer.reason}")
+
+
+def expected(answer: object, kind: type[A]) -> A:
+    """Return an answer of this kind. Raises PeerError for another: what listens there is no plane."""
+    if not isinstance(answer, kind):
+        reason = f": {answer.reason}" if isinstance(answer, Rejected) else ""
+        raise PeerError(f"the plane answered with {type(answer).__name__}, not {kind.__name__}{reason}")
+    return answer
+
+
+@contextmanager
+def reading_answer(what: str) -> Iterator[None]:
+    """Report an answer with values that no plane sends as PeerError."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, msgspec.MsgspecError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise PeerError(f"{what}: the plane sent values that no plane sends ({found:.200})") from None
 
 
 class ProducerConnection:

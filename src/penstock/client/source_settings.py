@@ -7,6 +7,7 @@ import socket
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from penstock.errors import InvalidInput
@@ -67,7 +68,14 @@ class SourceSettings:
             process=f"pid {os.getpid()} on {socket.gethostname()}"[:MAX_NAME],
             pid=os.getpid(),
             pid_space=pid_space()[:MAX_NAME],
+            life=_life(os.getpid()),
         )
+
+
+@lru_cache(maxsize=1)
+def _life(_pid: int) -> str:
+    """Return a random text of this process. A forked process has another pid, and gets its own."""
+    return uuid.uuid4().hex
 
 
 def _is_whole(value: Any) -> bool:

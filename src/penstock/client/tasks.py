@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -26,9 +27,9 @@ import msgspec
 
 from penstock.client.conversations import Call, Conversation, arun, run
 from penstock.client.group_builder import FAILED, AsyncGroupBuilder, GroupBuilder, builder_fields
-from penstock.client.producer_connection import ProducerConnection, error_of
+from penstock.client.producer_connection import ProducerConnection, error_of, expected, reading_answer
 from penstock.client.prompt_lists import Prompt, order_fields, read_prompts
-from penstock.client.renewals import give_back
+from penstock.client.renewals import Renewals, give_back
 from penstock.convert import Advantage, Filter, Group, grpo
 from penstock.errors import CallerError, InvalidInput
 from penstock.protocol import (
@@ -48,6 +49,8 @@ from penstock.protocol import (
 )
 
 if TYPE_CHECKING:
+    import asyncio  # a worker of threads does without: it takes 20 ms to import
+
     from penstock.client.plane import Plane
     from penstock.replay import Curriculum
 
@@ -102,17 +105,50 @@ class Cancelled:
                 wake()
 
 
+class Worker:
+    """The asyncio task that iterates over tasks, if there is one. A cancelled worker did not fail."""
+
+    def __init__(self) -> None:
+        # Weakly: the frames of the asyncio task hold the tasks, and they could never be collected.
+        self._running: Callable[[], asyncio.Task[Any] | None] = lambda: None
+        self._was_cancelled = False
+        if "asyncio" not in sys.modules:
+            return
+        import asyncio
+
+        with suppress(RuntimeError):  # no event loop in this thread
+            if (current := asyncio.current_task()) is not None:
+                self._running = weakref.ref(current)
+                current.add_done_callback(self._on_done)
+
+    def _on_done(self, ended: asyncio.Task[Any]) -> None:
+        self._was_cancelled = ended.cancelled()
+
+    @property
+    def is_cancelled(self) -> bool:
+        running = self._running()
+        return self._was_cancelled or (running is not None and running.cancelling() > 0)
+
+
+def _abandon(renewals: Renewals, lease: int, worker: Worker) -> None:
+    """Return the lease of a task that was dropped without a put: the work failed, unless the worker was cancelled."""
+    renewals.abandon(lease, "" if worker.is_cancelled else FAILED)
+
+
 class Task:
     """One prompt of one epoch, leased to this process. Put the group of `group()`, or call `give_back`."""
 
-    def __init__(self, plane: Plane, connection: ProducerConnection, leased: LeasedTask, version: int | None) -> None:
+    def __init__(
+        self, plane: Plane, connection: ProducerConnection, leased: LeasedTask, version: int | None, worker: Worker
+    ) -> None:
         self._plane, self._connection = plane, connection
         self.lease = leased.lease
         self.id = leased.group
         """The id that the task's group must have."""
         self.prompt = leased.prompt
         """The prompt's name."""
-        self.payload: dict[str, Any] | None = msgspec.json.decode(leased.payload) if leased.payload else None
+        with reading_answer("task"):
+            self.payload: dict[str, Any] | None = msgspec.json.decode(leased.payload) if leased.payload else None
         """The prompt's object as it was listed, or None for a prompt that is a name."""
         self.epoch, self.attempt = leased.epoch, leased.attempt
         self.policy_version = version
@@ -120,8 +156,8 @@ class Task:
         self.cancelled = Cancelled()
         self.is_late = False
         """Whether another worker completed the task first. Then the group that was put here was not kept."""
-        # Left without a put: the work failed. Must not refer to `self`, or it would never be collected.
-        self._abandoned = weakref.finalize(self, connection.renewals.abandon, leased.lease, FAILED)
+        # Must not refer to `self`, or it would never be collected.
+        self._abandoned = weakref.finalize(self, _abandon, connection.renewals, leased.lease, worker)
         self._abandoned.atexit = False
 
     def __repr__(self) -> str:
@@ -310,18 +346,18 @@ class Tasks:
 
     def __iter__(self) -> Iterator[Task]:
         run(self._open())
-        batch: deque[Task] = deque()
+        batch, worker = deque[Task](), Worker()
         try:
-            while batch or (batch := run(self._lease())):
+            while batch or (batch := run(self._lease(worker))):
                 yield batch.popleft()
         finally:
             self._return(batch)
 
     async def __aiter__(self) -> AsyncIterator[Task]:
         await arun(self._open(), self._plane.acompute)
-        batch: deque[Task] = deque()
+        batch, worker = deque[Task](), Worker()
         try:
-            while batch or (batch := await arun(self._lease(), self._plane.acompute)):
+            while batch or (batch := await arun(self._lease(worker), self._plane.acompute)):
                 yield batch.popleft()
         finally:
             self._return(batch)
@@ -331,7 +367,8 @@ class Tasks:
         shorter when fewer can be handed out now. Put all of its groups before the next."""
         self._settings = replace(self._settings, batch=count)
         run(self._open())
-        while batch := run(self._lease()):
+        worker = Worker()
+        while batch := run(self._lease(worker)):
             tasks = list(batch)
             batch.clear()
             yield tasks
@@ -353,11 +390,13 @@ class Tasks:
         offer = partial(self._offer, digests, len(prompts), order)
         while True:
             answer = _checked((yield from self._connection.ask(offer)))
-            assert isinstance(answer, PromptsOffered)
+            answer = expected(answer, PromptsOffered)
             if not answer.missing:
                 break
             for number in answer.missing:
-                sent = yield from self._connection.ask(partial(_add, list_digest(digests), number, chunks[number]))
+                with reading_answer("prompts"):
+                    chunk = chunks[number]
+                sent = yield from self._connection.ask(partial(_add, list_digest(digests), number, chunk))
                 if isinstance(sent, Rejected) and sent.kind == "UnknownKey":
                     break  # the plane restarted since: offer it again
                 _checked(sent)
@@ -381,11 +420,11 @@ class Tasks:
             **order,
         )
 
-    def _lease(self) -> Conversation[deque[Task]]:
+    def _lease(self, worker: Worker) -> Conversation[deque[Task]]:
         """Return tasks, or none once every task of the list is completed."""
         while True:
             answer = _checked((yield from self._connection.ask(self._want)))
-            assert isinstance(answer, TasksLeased)
+            answer = expected(answer, TasksLeased)
             if answer.waiting_for != self.waiting_for:
                 self.waiting_for = answer.waiting_for
                 if self.waiting_for:
@@ -393,7 +432,7 @@ class Tasks:
                     held = f"; this process has {mine} of them: put or return its tasks" if mine else ""
                     logger.info("tasks %r: waits for %s%s", self._settings.name, self.waiting_for, held)
             if answer.tasks or answer.ended:
-                return deque(self._task(one, answer.policy_version) for one in answer.tasks)
+                return deque(self._task(one, answer.policy_version, worker) for one in answer.tasks)
 
     def _want(self, ticket: int) -> LeaseTasks:
         settings = self._settings
@@ -405,8 +444,8 @@ class Tasks:
             lease_s=settings.lease_s,
         )
 
-    def _task(self, leased: LeasedTask, version: int | None) -> Task:
-        task = Task(self._plane, self._connection, leased, version)
+    def _task(self, leased: LeasedTask, version: int | None, worker: Worker) -> Task:
+        task = Task(self._plane, self._connection, leased, version, worker)
         self._connection.renewals.hold(leased.lease, self._settings.lease_s, time.monotonic(), task.cancelled.fire)
         return task
 

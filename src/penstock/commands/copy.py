@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from penstock.commands.terminal import size
-from penstock.commands.which_run import plane_folder
+from penstock.commands.which_run import checked_where, plane_folder
 from penstock.log import as_corrupt
 from penstock.runs import Copied, RunCopy
 
@@ -28,7 +28,7 @@ _REST = 9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("where", metavar="RUN", help="the run: its folder, or its plane's folder")
+    parser.add_argument("where", metavar="RUN", type=checked_where, help="the run: its folder, or its plane's folder")
     parser.add_argument("target", metavar="TARGET", type=Path, help="a new folder, or an earlier copy of this run")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--follow", action="store_true", help="keep the copy up to date until interrupted")

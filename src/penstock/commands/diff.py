@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands.view import open_library, port, serve
-from penstock.commands.which_run import RUN_HELP, export_folder
+from penstock.commands.which_run import RUN_HELP, checked_where, export_folder
 from penstock.server import printable
 from penstock.view import Difference, Export, Library, compare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", metavar="RUN_A", help=RUN_HELP)
-    parser.add_argument("b", metavar="RUN_B", help="the other run")
+    parser.add_argument("a", metavar="RUN_A", type=checked_where, help=RUN_HELP)
+    parser.add_argument("b", metavar="RUN_B", type=checked_where, help="the other run")
     parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for planes that need one")
     parser.add_argument("--step", type=int, help="compare this step only")
     parser.add_argument("--run", dest="of_run", help="the run, if the folders hold several")

@@ -36,7 +36,7 @@ from typing import Literal
 import zmq
 
 from penstock.commands.terminal import size
-from penstock.commands.which_run import RUN_HELP, asking, is_address, plane_folder
+from penstock.commands.which_run import RUN_HELP, asking, checked_where, is_address, plane_folder
 from penstock.errors import InvalidInput, PenstockError
 from penstock.extras import DISTRIBUTION, EXTRAS, install
 from penstock.transport import PlaneKeys, SocketPlane
@@ -73,7 +73,7 @@ class Finding:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "where", metavar="FOLDER|RUN", nargs="?", default="", help=f"where runs are kept, or {RUN_HELP}"
+        "where", metavar="FOLDER|RUN", nargs="?", type=checked_where, help=f"where runs are kept, or {RUN_HELP}"
     )
     parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
     parser.add_argument("--imports", action="store_true", help="import the packages of the extras: are they intact?")
@@ -81,8 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    folder, findings = Path() if "://" in args.where else Path(args.where), list[Finding]()
-    for finding in chain(examine(folder, imports=args.imports), examine_run(args.where, args.keys)):
+    where = args.where or ""
+    folder, findings = Path() if "://" in where else Path(where), list[Finding]()
+    for finding in chain(examine(folder, imports=args.imports), examine_run(where, args.keys)):
         findings.append(finding)
         if not args.json:
             print(_line(finding), flush=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.arrays import known
 from penstock.commands.terminal import aligned, masked_line, reasons_line, size
-from penstock.commands.which_run import RUN_HELP, plane_folder
+from penstock.commands.which_run import RUN_HELP, checked_where, plane_folder
 from penstock.errors import CorruptFrame, InvalidInput
 from penstock.frames import NAMES, PREFIX_SIZE, Block, Head, decode, describe, frame_size, raw_frames
 from penstock.log import as_corrupt
@@ -37,7 +37,9 @@ _COUNTS = ("samples", "tokens", "loss_tokens", "bytes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", metavar="FRAME|RUN", help=f"a frame, as written by penstock.encode, or {RUN_HELP}")
+    parser.add_argument(
+        "what", metavar="FRAME|RUN", type=checked_where, help=f"a frame, as written by penstock.encode, or {RUN_HELP}"
+    )
     parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a packed step to an .svg or .png file")

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands.terminal import aligned
-from penstock.commands.which_run import RUN_HELP, asking, is_address, plane_folder
+from penstock.commands.which_run import RUN_HELP, asking, checked_where, is_address, plane_folder
 from penstock.server import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("where", metavar="RUN", help=RUN_HELP)
+    parser.add_argument("where", metavar="RUN", type=checked_where, help=RUN_HELP)
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--release", metavar="ID", help="return this group to training")
     choice.add_argument("--drop", metavar="ID", help="drop this group; the ledger counts it as dropped")

@@ -26,7 +26,7 @@ from typing import Any
 from penstock.client import Fed, feed
 from penstock.client import open as open_plane
 from penstock.commands.terminal import Progress, size
-from penstock.commands.which_run import RUN_HELP, plane_folder
+from penstock.commands.which_run import RUN_HELP, checked_where, plane_folder
 from penstock.errors import InvalidInput
 from penstock.log import GroupRow
 from penstock.runs import RecordedRun, rerun
@@ -34,9 +34,9 @@ from penstock.server import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("where", metavar="RUN", help=RUN_HELP)
+    parser.add_argument("where", metavar="RUN", type=checked_where, help=RUN_HELP)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--plane", metavar="URL", help="put the groups into this plane")
+    what.add_argument("--plane", metavar="URL", type=checked_where, help="put the groups into this plane")
     what.add_argument("--diff", action="store_true", help="repeat the run's decisions and compare its steps")
     what.add_argument("--verify", action="store_true", help="read every frame and compare its checksum")
     pace = parser.add_mutually_exclusive_group()

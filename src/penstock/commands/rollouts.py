@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands.terminal import Progress
-from penstock.commands.which_run import RUN_HELP, export_folder
+from penstock.commands.which_run import RUN_HELP, checked_where, export_folder
 from penstock.config import Given
 from penstock.errors import InvalidInput, PenstockError
 
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _add_verifiers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("env", metavar="ENV", help="an installed taskset, or a module in this folder that exports one")
-    parser.add_argument("--plane", required=True, metavar="URL", help="the plane's address")
+    parser.add_argument("--plane", required=True, metavar="URL", type=checked_where, help="the plane's address")
     parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
     parser.add_argument("--run", dest="of_run", default="", help="fail unless the plane serves this run")
     parser.add_argument(
@@ -250,7 +250,9 @@ def _no_progress_bars() -> None:
 
 def _add_annotate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("traces", type=Path, help="a folder with traces.jsonl, or such a file")
-    parser.add_argument("--run", required=True, dest="of", metavar="RUN", help=f"where the export is: {RUN_HELP}")
+    parser.add_argument(
+        "--run", required=True, dest="of", metavar="RUN", type=checked_where, help=f"where the export is: {RUN_HELP}"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write there; default: in place")
     parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
 

@@ -18,6 +18,7 @@ import sys
 from dataclasses import asdict
 
 from penstock.commands.terminal import aligned, size
+from penstock.commands.which_run import checked_where
 from penstock.errors import InvalidInput
 from penstock.extras import require
 from penstock.log import is_postgres, split_run
@@ -26,7 +27,12 @@ from penstock.server import printable
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("list", "delete"))
-    parser.add_argument("where", metavar="WHERE", help="postgresql://USER@HOST/DB[#RUN], s3://BUCKET/PREFIX, a folder")
+    parser.add_argument(
+        "where",
+        metavar="WHERE",
+        type=checked_where,
+        help="postgresql://USER@HOST/DB[#RUN], s3://BUCKET/PREFIX, a folder",
+    )
     parser.add_argument("--yes", action="store_true", help="delete without asking")
     parser.add_argument("--keep-frames", action="store_true", help="delete the log only")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands.terminal import MissingWords
+from penstock.commands.which_run import checked_where
 from penstock.config import Given, add_flags, read_flags, template
 from penstock.errors import ConfigError
 from penstock.plane import EXAMPLE, TITLE, ServerSettings, read_settings, server_settings
@@ -36,7 +37,9 @@ _TARGETS = ("groups", "samples", "tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", help='folder of the run; "memory:" stores nothing on disk')
+    parser.add_argument(
+        "folder", nargs="?", type=checked_where, help='folder of the run; "memory:" stores nothing on disk'
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="read settings from a TOML file")
     parser.add_argument("--write-config", type=Path, metavar="FILE", help="write a commented TOML file and exit")
     parser.add_argument("--parent", type=int, metavar="PID", help="end when this process ends; must be our parent")

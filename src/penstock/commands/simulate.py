@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands.terminal import aligned
-from penstock.commands.which_run import RUN_HELP, plane_folder
+from penstock.commands.which_run import RUN_HELP, checked_where, plane_folder
 from penstock.errors import InvalidInput
 from penstock.runs import POLICIES, Rates, Workload, lognormal_workload, recorded_workload, simulate_staleness
 
@@ -48,7 +48,9 @@ _PANELS = {"share discarded": "discarded", "length bias": "length_bias", "traine
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["staleness"], help="what to simulate")
-    parser.add_argument("--from", dest="run_from", metavar="RUN", help=f"lengths and rewards of {RUN_HELP}")
+    parser.add_argument(
+        "--from", dest="run_from", metavar="RUN", type=checked_where, help=f"lengths and rewards of {RUN_HELP}"
+    )
     parser.add_argument("--lengths", choices=["lognormal"], help="lengths to make up without --from")
     parser.add_argument("--median", type=float, metavar="TOKENS", help="of these lengths; default 600")
     parser.add_argument("--sigma", type=float, help="of their logarithm; default 0.8")

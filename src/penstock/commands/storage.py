@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands.terminal import Progress, aligned, size
-from penstock.commands.which_run import folder_for, plane_folder
+from penstock.commands.which_run import checked_where, folder_for, plane_folder
 from penstock.errors import InvalidInput
 from penstock.log import PLANE, as_corrupt, is_postgres
 from penstock.server import printable
@@ -39,8 +39,10 @@ _SHOWN = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["check", "recover", "forget"])
-    parser.add_argument("where", metavar="RUN", help="the run's folder, or its plane's folder")
-    parser.add_argument("--storage", metavar="WHERE", help="folder or URL of the frames, if not in the run's folder")
+    parser.add_argument("where", metavar="RUN", type=checked_where, help="the run's folder, or its plane's folder")
+    parser.add_argument(
+        "--storage", metavar="WHERE", type=checked_where, help="folder or URL of the frames, if not in the run's folder"
+    )
     parser.add_argument("--fast", action="store_true", help="check: compare sizes, read no frame")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--yes", action="store_true", help="recover, forget: do not ask")
@@ -318,13 +320,19 @@ def _forget(args: argparse.Namespace) -> int:
     with as_corrupt(args.where):
         found = forgettable(folder)
     what = f"{found.groups:,} groups ({size(found.num_bytes)}) and the plans of steps before {found.before_step:,}"
-    print(f"{folder}: run {found.run_id[:12]} would free {what}; they cannot be restored")
-    if not args.yes and not _agreed_to_forget():
-        print("Nothing was changed.")
-        return 1
-    forget(folder)
-    print("From now on the run keeps only its last steps. The next plane on this folder frees the rest.")
-    return 0
+    say: Callable[[str], None] = (lambda _: None) if args.json else print
+    say(f"{folder}: run {found.run_id[:12]} would free {what}; they cannot be restored")
+    agreed = args.yes or (not args.json and _agreed_to_forget())
+    if agreed:
+        forget(folder)
+    if args.json:
+        print(json.dumps({"folder": str(folder), **asdict(found), "done": agreed}, indent=1))
+    say(
+        "From now on the run keeps only its last steps. The next plane on this folder frees the rest."
+        if agreed
+        else "Nothing was changed."
+    )
+    return 0 if agreed else 1
 
 
 def _agreed_to_forget() -> bool:

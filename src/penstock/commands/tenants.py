@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands.terminal import aligned, size
-from penstock.commands.which_run import asking
+from penstock.commands.which_run import asking, checked_where
 from penstock.errors import InvalidInput
 from penstock.server import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("where", metavar="URL", help="a plane's address")
+    parser.add_argument("where", metavar="URL", type=checked_where, help="a plane's address")
     parser.add_argument(
         "--share",
         action="append",

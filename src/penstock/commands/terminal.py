@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ from penstock.errors import InvalidInput
 
 _CHOICE = re.compile(r"invalid choice: '?([^'( ]+)'? \(choose from (.*)\)")
 _NOTE = re.compile(r"(\s*\S.*?)\s{2,}(\S.*)")
+_FLAG = re.compile(r"-[a-zA-Z-][^\s]*$")
 _FAR = 20
 """A line of help that begins with more spaces than this continues the note above it."""
 
@@ -36,14 +38,23 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **{"formatter_class": argparse.RawDescriptionHelpFormatter, **named})
+        self.register("type", Path, _path)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Reject unknown flags here: left to argparse, the command above rejects them, with its own usage line."""
-        found, rest = super().parse_known_args(args, namespace)
-        if unknown := [word for word in rest if word.startswith("-") and word != "-"]:
-            flag = unknown[0].partition("=")[0]
-            self.error(f"{flag}: unknown flag{suggestion(flag, re.findall(r'--[a-z][a-z-]+', super().format_help()))}")
+        """Reject unknown flags here: left to argparse, the command above rejects them, with its own usage line, or
+        reports a missing argument instead."""
+        words = list(args or ())
+        if not self._subparsers:
+            self._reject_unknown(words[: words.index("--")] if "--" in words else words)
+        found, rest = super().parse_known_args(words, namespace)
+        self._reject_unknown(rest)
         return found, rest
+
+    def _reject_unknown(self, words: Sequence[str]) -> None:
+        flags = self._option_string_actions
+        for flag in (word.partition("=")[0] for word in words if _FLAG.match(word)):
+            if not any(known.startswith(flag) for known in flags):
+                self.error(f"{flag}: unknown flag{suggestion(flag, flags)}")
 
     def format_help(self) -> str:
         return fitted(super().format_help(), shutil.get_terminal_size().columns)
@@ -54,6 +65,12 @@ class Parser(argparse.ArgumentParser):
             known = re.findall(r"[\w.-]+", found[2])
             message = f"{found[1]!r}: not one of {', '.join(known)}{suggestion(found[1], known)}"
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _path(text: str) -> Path:
+    if not text:  # Path("") is the current folder
+        raise argparse.ArgumentTypeError("'': empty; was a shell variable unset? Give . for the current folder")
+    return Path(text)
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

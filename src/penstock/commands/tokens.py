@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from penstock.commands.terminal import Progress
-from penstock.commands.which_run import RUN_HELP, export_folder
+from penstock.commands.which_run import RUN_HELP, checked_where, export_folder
 from penstock.server import printable
 from penstock.view import EVALUATION, Export, Skipped, Step, tally
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="RUN", help=f"{RUN_HELP}; or the folder given to TokenExporter")
+    parser.add_argument(
+        "folder", metavar="RUN", type=checked_where, help=f"{RUN_HELP}; or the folder given to TokenExporter"
+    )
     parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
     parser.add_argument("--step", type=int, help="this step only")
     parser.add_argument("--run", dest="of_run", help="this run only, if the folder holds several")

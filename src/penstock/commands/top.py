@@ -22,7 +22,7 @@ from typing import Any
 
 from penstock.commands import tenants
 from penstock.commands.terminal import masked_line, reasons_line, size
-from penstock.commands.which_run import RUN_HELP, asking, is_address, plane_folder
+from penstock.commands.which_run import RUN_HELP, asking, checked_where, is_address, plane_folder
 from penstock.errors import InvalidInput
 from penstock.plane import Ledger
 from penstock.protocol import over_length_text
@@ -34,7 +34,7 @@ _RATES = (("groups", "groups/s"), ("samples", "samples/s"), ("tokens", "tokens/s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("where", metavar="RUN", help=RUN_HELP)
+    parser.add_argument("where", metavar="RUN", type=checked_where, help=RUN_HELP)
     parser.add_argument("--once", action="store_true", help="print once, as text")
     parser.add_argument("--json", action="store_true", help="print once, as one JSON object")
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between updates (default 1)")

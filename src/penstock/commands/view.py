@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.commands.which_run import RUN_HELP, export_folder
+from penstock.commands.which_run import RUN_HELP, checked_where, export_folder
 from penstock.errors import ConfigError, CorruptFile, InvalidInput
 from penstock.integrations.transfer_queue.journal import RUN, Kept, Place, parse_place, read_history
 from penstock.integrations.transfer_queue.typed_cells import VALUE, decode_value
@@ -49,7 +49,9 @@ _MOST = 2_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="RUN", help=f"{RUN_HELP}; the folder given to TokenExporter; or a file")
+    parser.add_argument(
+        "folder", metavar="RUN", type=checked_where, help=f"{RUN_HELP}; the folder given to TokenExporter; or a file"
+    )
     parser.add_argument("--keys", type=Path, metavar="DIR", help="key folder, for a plane that needs one")
     parser.add_argument("--tokenizer", type=Path, help="a folder with tokenizer.json; by default the run's own")
     parser.add_argument(

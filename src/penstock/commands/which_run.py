@@ -13,18 +13,28 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
+from argparse import ArgumentTypeError
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING
 
-from penstock.errors import InvalidInput
-from penstock.log import check_address, is_postgres, split_run, with_run
+from penstock.errors import ConfigError, InvalidInput
+from penstock.log import check_address, check_where, is_postgres, split_run, with_run
 
 if TYPE_CHECKING:
     from penstock.client import Plane
 
 RUN_HELP = "the run: its folder, its plane's folder, its plane's address, or postgresql://...#NAME"
 _ANSWER_S = 5.0
+
+
+def checked_where(text: str) -> str:
+    """Return the argument of a command that takes a run, a folder or an address, unless it is none of them."""
+    try:
+        check_where(text)
+    except ConfigError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
 
 
 def is_address(where: str) -> bool:

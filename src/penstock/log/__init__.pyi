@@ -28,6 +28,7 @@ from penstock.log.decision_records import read_record as read_record
 from penstock.log.finding import PLANE as PLANE
 from penstock.log.finding import as_corrupt as as_corrupt
 from penstock.log.finding import check_is_sqlite as check_is_sqlite
+from penstock.log.finding import check_where as check_where
 from penstock.log.finding import is_run as is_run
 from penstock.log.finding import note_url as note_url
 from penstock.log.finding import open_existing as open_existing

@@ -23,6 +23,8 @@ def run_folder(where: str, settings: PlaneSettings) -> str | None:
     """Return the folder of a run, or None if the run is in memory, or in a database and a storage."""
     if where == "memory:" and settings.log is not None:
         raise ConfigError(f"log: {redacted(settings.log)} with memory:, which keeps nothing; give a folder, or none")
+    if "://" in where:  # as a folder's name it would make the folder "tcp:"
+        raise ConfigError(f"{where}: an address, not a folder; give a folder, the address is the setting `listen`")
     return None if where in ("", "memory:") else where
 
 

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from penstock.protocol.effects import Detach, Effect, MemberLeft, Note, Resume, Send
 from penstock.protocol.joiners import Joiner, Joiners
-from penstock.protocol.members import Member, Members, Place, another
+from penstock.protocol.members import Member, Members, Place, another, is_second_source
 from penstock.protocol.messages import (
     MAX_REASON,
     Aborted,
@@ -328,6 +328,8 @@ class Coordinator:
         hello = joiner.hello
         if self._members and self.phase in (Phase.RUNNING, Phase.REJOINING):
             why = f"{another(hello.process)} joined as this rank: it restarted"
+            if is_second_source(self._members.get(place), hello):
+                why = f"its process ({hello.process}) already had a source for this rank and opened a second; use one"
             effects = self._abort(Happened.RESTARTED, self.next_step, hello.rank, why)
         # A failed session is replaced. So is the session of a restarted plane that no process has come back to.
         if self.phase is not Phase.FORMING or self.session == 0:
@@ -353,8 +355,11 @@ class Coordinator:
         return self._admit(place, now)
 
     def _join(self, peer: Peer, place: Place, hello: Hello, heard: float) -> None:
-        if self._members.get(place) is not None:  # an earlier incarnation, from before the session ran
-            by = f"{another(hello.process)} has joined as {self._members.name(place)} since"
+        known, name = self._members.get(place), self._members.name(place)
+        if known is not None:  # an earlier incarnation, from before the session ran
+            by = f"{another(hello.process)} has joined as {name} since; stop one of the two trainers"
+            if is_second_source(known, hello):
+                by = f"this process ({hello.process}) has opened a second source for {name} since; use one"
             self._tombstones.replaced(self._members.leave(place).incarnation, by)
             self._steps.forget(place)
         self._members.join(
@@ -368,6 +373,7 @@ class Coordinator:
                 process=hello.process,
                 pid=hello.pid,
                 pid_space=hello.pid_space,
+                life=hello.life,
             ),
         )
 

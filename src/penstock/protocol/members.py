@@ -35,6 +35,8 @@ class Member:
     pid: int = 0
     pid_space: str = ""
     """Where the pid is valid. Empty if unknown."""
+    life: str = ""
+    """What all sources of its process have in common. Empty if unknown."""
     reports: int = 0
     """The number of its last report that arrived."""
     filling: set[int] = field(default_factory=set)
@@ -200,6 +202,7 @@ class Members:
             ("incarnation", hello.incarnation),
             ("process", hello.process),
             ("pid_space", hello.pid_space),
+            ("life", hello.life),
         ):
             if len(text) > MAX_NAME:
                 return f"{name}: {len(text):,} characters, beginning {text[:20]!r}; use at most {MAX_NAME}"
@@ -236,3 +239,8 @@ def another(process: str) -> str:
     ('another process (pid 7 on node-1)', 'another process')
     """
     return f"another process ({process})" if process else "another process"
+
+
+def is_second_source(known: Member | None, hello: Hello) -> bool:
+    """Check whether a process joins in a place that the same process has, through another source."""
+    return known is not None and bool(hello.life) and hello.life == known.life

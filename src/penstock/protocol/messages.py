@@ -85,6 +85,8 @@ class Hello(Message, frozen=True, tag="hello"):
     pid: int = 0
     pid_space: str = ""
     """Where the pid is valid: the machine's boot id and the pid namespace. Empty if unknown."""
+    life: str = ""
+    """A random text, the same in all sources of one process. A container that restarts keeps pid and host, not this."""
 
 
 class Request(Message, frozen=True, tag="request"):

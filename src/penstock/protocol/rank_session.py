@@ -114,6 +114,7 @@ class RankSession:
         process: str = "",
         pid: int = 0,
         pid_space: str = "",
+        life: str = "",
     ) -> None:
         """`step` is the first one it wants, None for the first uncommitted one. `can_read` returns whether this process
         sees the plane's storage."""
@@ -139,6 +140,7 @@ class RankSession:
             process=process,
             pid=pid,
             pid_space=pid_space,
+            life=life,
         )
         self.was_ready = False
         """Whether it took part in a session that it can return to."""

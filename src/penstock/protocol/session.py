@@ -155,8 +155,7 @@ class Tombstones:
     def of_process(self, incarnation: str, current: int) -> FromPlane | None:
         """Return the message for a process whose session is over, or None if it left."""
         if incarnation in self._replaced:
-            reason = f"{self._replaced[incarnation]}; stop one of the two trainers"
-            return Refused(epoch=self._epoch, reason=reason)
+            return Refused(epoch=self._epoch, reason=self._replaced[incarnation])
         session = self._processes[incarnation]
         return self.of_session(session, current) if session else None
 
