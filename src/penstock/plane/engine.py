@@ -261,7 +261,7 @@ class Engine:
         A session that began on an earlier plane keeps the plans that its ranks may have; its ranks are as many as
         before. A trained step keeps its plan, until a rewind makes it one to be trained."""
         manifest = self.state.steps.get(step)
-        if manifest is None or step < self.next_step:
+        if manifest is None or not manifest.rank_plans or step < self.next_step:  # no plan yet: it is being drawn
             return False
         if len(manifest.rank_plans) != self.settings.packing.ranks:
             return True
