@@ -498,7 +498,7 @@ class PlaneState:
         if self.freeing.ops:
             log.forget_frames(self.freeing.ops)
         for step in () if self.keeps_all else self._to_slim:
-            slim = msgspec.structs.replace(self.slim[step], rank_plans=(), needs=(), digests=())
+            slim = msgspec.structs.replace(self.slim[step], rank_plans=(), needs=(), digests=(), packing="")
             log.set_manifest(step, msgspec.msgpack.encode(slim))
         if self.freeing.ops or self._to_slim:
             log.set_meta("oldest_step", self.oldest_step)
