@@ -24,7 +24,7 @@ from penstock.plane.pipeline import fitting
 from penstock.plane.settings import PlaneSettings, Replay, Target
 from penstock.plane.step_builder import StepBuilder
 from penstock.protocol.steps import Staged
-from penstock.replay import Uniform
+from penstock.replay import Lifo, Uniform
 from penstock.runs.recorded_run import RecordedRun
 from penstock.runs.rerunning import rerun
 from tests.support.engines import DirectEngine, damage_frame
@@ -329,3 +329,39 @@ def test_after_a_kill_another_number_of_ranks_trains_every_group_once(ranks: int
         assert sorted(name for names in (trained, *rest.values()) for name in names) == sorted(NAMES)
         ledger = plane.ledger
         assert ledger.balanced and ledger.committed == ledger.accepted == 20
+
+
+def test_a_plan_that_comes_too_late_changes_nothing(tmp_path: Path) -> None:
+    engine = begun(tmp_path, 2, 2)
+    before = recorded(engine, 1)
+    stop(engine)
+    engine = opened(tmp_path, 3)
+    engine.resume(1, 1)
+    drawn = engine.draw_again(1)
+    builder = StepBuilder(engine.settings.packing, engine.storage)
+    planned = builder.plan(fitting(engine.settings, engine.storage, drawn))
+    engine.resume(2, 2)  # the checkpoint says that step 1 is trained
+    assert not engine.record(drawn, planned)
+    assert recorded(engine, 1) == before
+    assert len(train(engine, 2)[1]) == 3
+    drawn = engine.draw_again(1)
+    engine.resume(3, 1)
+    assert engine.record(drawn, planned) and recorded(engine, 1) == planned.digests
+    assert not engine.record(drawn, planned)
+    stop(engine)
+
+
+def test_a_planned_step_of_which_a_shorter_seq_len_leaves_nothing_waits_for_the_former_one(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"replay": Replay(sampler=Lifo()), "over_length": "drop"}
+    stop(begun(tmp_path, 2, 1, **settings))
+    engine = opened(tmp_path, 3, seq_len=16, **settings)
+    engine.resume(1, 1)
+    with pytest.raises(InvalidInput, match=r"step 1 was planned for 2 ranks .* none of 4 can be packed, .* until this"):
+        engine.stage_again(1)
+    assert engine.ledger.over_length["dropped_samples"] == 8
+    assert engine.ledger.dropped["over_length"] == 4  # g6 and g7, which waited
+    stop(engine)
+    engine = opened(tmp_path, 3, **settings)
+    engine.resume(2, 1)
+    assert train(engine, 1)[0] == ["g9", "g8"]
+    stop(engine)
