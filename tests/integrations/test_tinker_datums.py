@@ -16,6 +16,7 @@ from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 import penstock as ps
 from penstock.arrays import ImageSpan
+from penstock.convert import to_samples
 from penstock.errors import InvalidInput
 from penstock.integrations.formats.tinker_datums import from_datums, sample_ids, to_datums
 from penstock.testing import draw_screenshot
@@ -79,6 +80,15 @@ def test_targets_are_the_next_tokens_and_nothing_untrained_has_a_signal() -> Non
     assert datum.model_input.to_ints() == [1, 2, 3, 4] and numbers(datum, "target_tokens") == [2, 3, 4, 5]
     assert numbers(datum, "logprobs") == [0, -0.5, -0.25, 0] and numbers(datum, "advantages") == [0, 2, 2, 0]
     assert set(datum.loss_fn_inputs) == {"target_tokens", "logprobs", "advantages"}
+
+
+def test_tokens_without_a_policy_gradient_weight_have_no_advantage() -> None:
+    turns = [ps.Turn([1, 2]), ps.Turn([3, 4], logprobs=[-0.5, -0.25]), ps.Turn([5], ce_weights=0.5)]
+    samples = to_samples(ps.Trajectory(turns=turns), advantage=2.0)
+    [datum] = to_datums(samples).datums
+    assert datum.loss_fn_inputs["advantages"].tolist() == [0.0, 2.0, 2.0, 0.0]
+    [datum] = to_datums(samples, loss_fn="cross_entropy").datums
+    assert datum.loss_fn_inputs["weights"].tolist() == [0.0, 0.0, 0.0, 0.5]
 
 
 def test_cross_entropy_takes_weights_and_gives_them_back() -> None:

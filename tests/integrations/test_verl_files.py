@@ -33,6 +33,8 @@ def test_a_rollout_sample_of_trl_is_made_and_read() -> None:
     assert from_trl(asdict(made), id="g/0") == back
     with pytest.raises(InvalidInput, match="one advantage"):
         to_trl(SAMPLE.replace(advantages=[0, 0, 1, 0, 2]), group_id=0)
+    with pytest.raises(InvalidInput, match="sample 'g/0': rl_weights other than 1; TRL trains all its tokens"):
+        to_trl(SAMPLE.replace(rl_weights=[0, 0, 1, 0, 0.5]), group_id=0)
 
 
 def test_a_batch_of_verl_is_padded_as_its_documentation_draws_it() -> None:

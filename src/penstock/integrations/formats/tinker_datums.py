@@ -115,6 +115,8 @@ def _loss_inputs(sample: Sample, loss_fn: str, where: str) -> dict[str, Array]:
         if values is None:
             raise InvalidInput(f"{where}.{name}: none; loss {loss_fn!r} needs them, or pass loss_fn={CROSS_ENTROPY!r}")
         given[name] = np.where(mask, values, 0.0).astype(np.float32)[1:]
+    if (weights := per_token(sample, "rl_weights")) is not None:
+        given["advantages"] *= weights[1:]  # a datum has no field for them, and losses are linear in the advantage
     return given
 
 

@@ -87,6 +87,8 @@ def from_trl(record: Any, *, id: str | None = None, lost: Lost | None = None) ->
 def to_trl(sample: Sample, *, group_id: int) -> RolloutSample:
     """Convert a sample to a `RolloutSample` for the queue of TRL's trainer. Needs trl."""
     require("to_trl", "trl")
+    if (reason := _trained_differently(sample)) is not None:
+        raise InvalidInput(f"sample {sample.id!r}: {reason}; TRL trains all its tokens by policy gradient alike")
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
     return RolloutSample(**rollout_fields(sample, group_id))
