@@ -91,7 +91,7 @@ def shrink_log(run: Path, target: Path) -> None:
         log.execute("INSERT INTO meta VALUES (?, ?)", (EVENTS, msgspec.json.encode(nowhere).decode()))
         log.execute("UPDATE groups SET digest = x'', location = '', kinds = x'90'")
         for step, data in log.execute("SELECT step, manifest FROM steps").fetchall():
-            manifest = msgspec.structs.replace(read_manifest(data), rank_plans=(), needs=(), digests=())
+            manifest = msgspec.structs.replace(read_manifest(data), rank_plans=(), needs=(), digests=(), packing="")
             log.execute("UPDATE steps SET manifest = ? WHERE step = ?", (msgspec.msgpack.encode(manifest), step))
         log.execute("PRAGMA page_size=4096")
         log.execute("VACUUM")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,30 @@ def test_a_run_is_put_trained_and_gone_on_with(postgres: PostgresServer, tmp_pat
         assert not plane.put(named_group("a"))
         with pytest.raises(Conflict, match="this process has it open already"):
             ps.open(tmp_path / "run", **settings)
+
+
+def test_a_planned_step_is_planned_again_for_another_number_of_ranks(postgres: PostgresServer, tmp_path: Path) -> None:
+    settings = {**SMALL, "log": postgres.url, "run": name_of(tmp_path)}
+    with ps.open(tmp_path / "run", **settings) as plane, plane.source(rank=0) as source:
+        for name in "abcd":
+            plane.put(named_group(name))
+        before = source.step(timeout=60)
+        groups = {name for batch in before for name in batch.segments.groups}
+    with ps.open(tmp_path / "run", **{**settings, "ranks": 2}) as plane, ThreadPoolExecutor() as pool:
+
+        def train(rank: int) -> ps.Step:
+            with plane.source(rank) as source:
+                step = source.step(timeout=60)
+                source.commit(step)
+                source.flush(60)
+                return step
+
+        steps = list(pool.map(train, range(2)))
+        assert [step.number for step in steps] == [before.number] * 2
+        assert {name for step in steps for batch in step for name in batch.segments.groups} == groups
+        shown = read_run(tmp_path / "run")["steps"][0]
+        assert shown["digests"] == [step.digest for step in steps]
+        assert (plane.ledger.committed, plane.ledger.balanced) == (4, True)
 
 
 def test_folders_that_name_a_database_are_read_by_every_command(postgres: PostgresServer, tmp_path: Path) -> None:

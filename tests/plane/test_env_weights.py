@@ -108,6 +108,22 @@ def test_a_step_waits_for_an_environment_and_says_for_which(open_engine: OpenEng
     assert tokens.plan_step(1) == "generation: 360 of 30 tokens; environment 'code': none"
 
 
+@pytest.mark.parametrize("sampler", [Fifo(), Uniform(), Prioritized(1.0)], ids=["fifo", "uniform", "prioritized"])
+def test_a_draw_that_an_environment_cannot_fill_takes_nothing(open_engine: OpenEngine, sampler: Selector) -> None:
+    settings = {"target": Target(tokens=120), "replay": Replay(sampler=sampler), "env_weights": WEIGHTS}
+    engine, straight = open_engine(ranks=1, **settings), open_engine(ranks=1, **settings)
+    for one in (engine, straight):
+        fill(one, "math", 30)
+        fill(one, "code", 1)
+    assert engine.plan_step(1) == "generation: environment 'code' has too few groups for 120 tokens"
+    for _ in range(2):
+        waits_for = "generation: 372 of 120 tokens; environment 'code' has too few groups for 120 tokens"
+        assert engine.plan_step(1) == waits_for
+    for one in (engine, straight):
+        fill(one, "code", 9, first=1)
+    assert train(engine) == train(straight)
+
+
 def test_groups_of_other_environments_are_rejected_and_evaluation_is_not(open_plane: OpenPlane) -> None:
     plane = open_plane(ranks=1, groups_per_step=3, env_weights=WEIGHTS)
     with pytest.raises(UnknownKey, match="environment 'chat': has no weight in this plane, which has 'code', 'math'"):

@@ -244,6 +244,31 @@ def test_the_reward_of_a_rollout_that_failed_is_in_no_baseline(open_plane: OpenP
     assert [found] == taken(at_once)[0]
 
 
+@pytest.mark.parametrize("known", [None, 0.5], ids=["no reward", "some rewards"])
+@pytest.mark.parametrize("over_length", ["truncate", "drop"])
+def test_a_judge_scores_rollouts_that_seq_len_cuts_because_they_are_in_the_baseline(
+    open_plane: OpenPlane, over_length: str, known: float | None
+) -> None:
+    settings: dict[str, Any] = {"seq_len": 16, "over_length": over_length}
+    late, at_once = open_plane(**ONE, **settings), open_plane(ranks=1, groups_per_step=1, **settings)
+    short, long = ps.Turn([1, 2]), ps.Turn(np.arange(20))
+    answers = [ps.Turn(np.arange(n), logprobs=-np.ones(n)) for n in (3, 4, 5)]
+    turns = [[short, answers[0]], [short, answers[1]], [long, answers[2]]]
+    rewards = {"g/0": 0.5, "g/1": 0.5, "g/2": 2.0}
+    given = [known, known, None]
+    with late.group("p", id="g", advantage="grpo") as group:
+        for one, reward in zip(turns, given, strict=True):
+            group.add(ps.Trajectory(turns=one, reward=reward))
+    with at_once.group("p", id="g") as group:
+        for one, reward in zip(turns, rewards.values(), strict=True):
+            group.add(ps.Trajectory(turns=one, reward=reward))
+    (lease,) = late.lacking("rewards", timeout=0.0)
+    lease.attach({sample.id: rewards[sample.id] for sample in lease.samples})
+    found, _ = taken(late)
+    assert -0.5 in {value for batch in found for value in batch["advantages"]}
+    assert found == taken(at_once)[0]
+
+
 def test_rewards_of_the_put_and_late_ones_make_one_baseline(open_plane: OpenPlane) -> None:
     plane = open_plane(**ONE)
     rng = np.random.default_rng(6)

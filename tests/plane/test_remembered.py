@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import penstock as ps
-from penstock.errors import ConfigError, CorruptFile, InvalidInput, PenstockError, StepAborted
+from penstock.errors import CorruptFile, InvalidInput, PenstockError
 from penstock.frames import encode
 from penstock.plane.settings import Replay, Target
 from penstock.protocol.steps import Staged
@@ -45,44 +42,6 @@ def test_shares_set_at_run_time_survive_a_restart_with_the_same_settings(
 def test_shares_that_would_overflow_are_refused(open_engine: OpenEngine, weight: float) -> None:
     with pytest.raises(InvalidInput, match="give a name and a number from 1e-06 to 1e\\+06"):
         open_engine().share("a", weight)
-
-
-def test_another_number_of_ranks_is_refused_with_both_values(open_engine: OpenEngine, tmp_path: Path) -> None:
-    engine = open_engine(tmp_path, ranks=2)
-    put(engine, "a", "b")
-    assert isinstance(engine.plan_step(1), Staged)
-    engine.log.close()
-    with pytest.raises(ConfigError, match="ranks: 4, and steps that are not trained yet are planned for 2"):
-        ps.open(tmp_path, ranks=4, seq_len=64, groups_per_step=2)
-    same = open_engine(tmp_path, ranks=2)
-    same.received(1)
-    same.commit(1, None)
-    same.close()
-    same.log.close()
-    put(other := open_engine(tmp_path, ranks=4), "c", "d")
-    staged = other.plan_step(2)
-    assert isinstance(staged, Staged) and len(staged.payloads) == 4
-
-
-def test_a_rewind_to_a_step_planned_for_other_ranks_is_refused_and_the_plane_goes_on(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"seq_len": 64, "groups_per_step": 1}
-    with ps.open(tmp_path, ranks=1, **settings) as plane, plane.source(0, prefetch=0) as source:
-        for name in "abc":
-            plane.put(named_group(name))
-        source.commit(source.step(timeout=60))
-        source.flush(60)
-    with ps.open(tmp_path, ranks=2, **settings) as plane:
-        refused = (
-            "resume at step 1: step 1 was planned for 1 ranks, and this plane has 2; resume from a checkpoint of s"
-        )
-        with pytest.raises(StepAborted, match=refused):
-            both(lambda rank: plane.source(rank, resume_step=1).step(timeout=60))
-        assert [step.number for step in both(lambda rank: plane.source(rank, resume_step=2).step(timeout=60))] == [2, 2]
-
-
-def both(call: Callable[[int], Any]) -> list[Any]:
-    with ThreadPoolExecutor() as ranks:
-        return list(ranks.map(call, range(2)))
 
 
 def test_seq_len_and_the_steps_target_may_change(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -172,10 +172,12 @@ class ModelRun:
         return lambda engine: engine.commit(step, version)
 
     def _serve_again(self) -> Callable[[DirectEngine], Any] | None:
-        steps = sorted(self._engine.state.steps)
+        engine = self._engine
+        ranks = engine.settings.packing.ranks
+        steps = [n for n, found in engine.state.steps.items() if n >= engine.next_step or len(found.digests) == ranks]
         if not steps:
             return None
-        step = self._rng.choice(steps)
+        step = self._rng.choice(sorted(steps))
         return lambda engine: engine.stage_again(step).digests
 
     def _report(self) -> Callable[[DirectEngine], Any] | None:
@@ -240,9 +242,10 @@ class ModelRun:
             self._twin = None
 
     def _restart(self) -> None:
-        """Stop in order or not, and go on; the memory of before is that of after."""
+        """Stop in order or not, and go on, also with other ranks; the memory of before is that of after."""
         before, orderly = memory_of(self._engine), self._rng.random() < 0.5
         close_engine(self._engine, orderly=orderly)
+        self.settings = replace(self.settings, packing=Packing(ranks=self._rng.choice([1, 2, 3]), seq_len=32))
         self._engine = open_engine(self.settings, self._folder / "run")
         self.result.restarts += 1
         self._note(f"restarted, {'in order' if orderly else 'killed'}")

@@ -24,7 +24,7 @@ from penstock.packing import Packing
 from penstock.plane import Target
 from penstock.train import agree, checkpoint
 from penstock.train.checkpoint import Weights
-from penstock.train.run_config import OptimizerConfig, TrainConfig
+from penstock.train.run_config import ImagesConfig, OptimizerConfig, TrainConfig
 from penstock.train.trainer import Trainer, train
 from penstock.view.run_files import Metrics
 from tests.train.ranks import CONTEXT, meet_at, meeting_port, run_ranks
@@ -153,6 +153,35 @@ def train_in_turn(rank: int, note: Note, runs: list[tuple[TrainConfig, str, int]
         meet_at(port)
         train(config, rank=rank, url=url)
     note("done")
+
+
+def test_two_ranks_train_the_vision_tower_in_steps_that_end_with_text(tmp_path: Path) -> None:
+    alone = TrainConfig(
+        folder=str(tmp_path / "alone"),
+        packing=Packing(ranks=1, seq_len=32),
+        target=Target(groups=2),
+        max_steps=3,
+        model=model_of("color"),
+        images=ImagesConfig(folder=str(tmp_path / "assets")),
+        optimizer=OptimizerConfig(lr=1e-2),
+    )
+    together = replace(alone, folder=str(tmp_path / "together"), packing=Packing(ranks=2, seq_len=32))
+    for config, world in ((alone, 1), (together, 2)):
+        url = f"ipc://{tmp_path}/{world}.s"
+        settings: dict[str, Any] = {"ranks": world, "seq_len": 32, "groups_per_step": 2, "run": "demo", "listen": [url]}
+        with open_plane(tmp_path / f"plane {world}", **settings) as plane:
+            for i, group in enumerate(image_groups(tmp_path, 2)):
+                said = [Turn([1, 7, 8]), Turn([12, 13], logprobs=[-1.0, -0.5])]
+                text = [Trajectory(turns=said, reward=float(j % 2)) for j in range(4)]
+                plane.put(group)
+                plane.put(make_group(text, id=f"text {i}", policy_version=0))
+            plane.put(make_group(text, id="text alone", policy_version=0))
+            plane.put(make_group(text, id="text again", policy_version=0))
+            assert run_ranks(train_in_turn, tmp_path, [(config, url, meeting_port())], world=world) == ["done"] * world
+    first, second = (Weights(tmp_path / name / "weights").load(3) for name in ("alone", "together"))
+    assert first is not None and second is not None
+    for name, values in first.items():
+        torch.testing.assert_close(second[name], values, rtol=0, atol=1e-5, msg=name)
 
 
 def test_sharded_ranks_train_resume_and_save_like_whole_ones(tmp_path: Path) -> None:

@@ -25,17 +25,17 @@ def put(plane: ps.Plane, name: str, *, rewards: tuple[float, ...] = (0.0, 1.0), 
             group.add(ps.Trajectory(turns=turns, reward=reward, env=env))
 
 
-def train(plane: ps.Plane, steps: int) -> None:
-    """Two ranks that take and commit each step together."""
+def train(plane: ps.Plane, steps: int, *, ranks: int = 2, resume_step: int | None = None) -> None:
+    """Ranks that take and commit each step together."""
 
     def rank(number: int) -> None:
-        with plane.source(number, world=2) as source:
+        with plane.source(number, world=ranks, resume_step=resume_step) as source:
             for _ in range(steps):
                 source.commit(source.step(timeout=60))
             source.flush(60)
 
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(rank, range(2)))
+    with ThreadPoolExecutor(ranks) as threads:
+        list(threads.map(rank, range(ranks)))
 
 
 @pytest.fixture
@@ -133,6 +133,14 @@ def test_tokens_that_were_too_old_are_shown_as_not_trained(tmp_path: Path) -> No
         got = taken(plane)
     assert [sum(got[name]["loss_mask"]) for name in ("mixed", "whole")] == [2, 0]
     assert_shown(tmp_path, 2, got)
+
+
+def test_a_step_that_was_planned_again_for_another_number_of_ranks_is_shown_so(folder: Path) -> None:
+    library = Library(exports={"run": Export(folder)})
+    assert {row["rank"] for row in library.step("run", "", 6)["samples"]} == {0, 1}
+    with ps.open(folder, **{**SETTINGS, "ranks": 1}, retain_steps=1) as plane:
+        train(plane, 1, ranks=1, resume_step=6)
+    assert {row["rank"] for row in library.step("run", "", 6)["samples"]} == {0}
 
 
 def test_curves_have_every_step_for_good(folder: Path) -> None:

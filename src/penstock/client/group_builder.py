@@ -194,7 +194,7 @@ def builder_fields(
     named: object = given
     if named is not None and (not isinstance(named, str) or not named):
         raise InvalidInput(f"{where}: id: {given!r:.60}; give text that is unique in the run, or leave it out")
-    advantage_of(advantage)
+    advantage_of(advantage, where)
     split_filters(chosen, is_late=False)
     check_priority(prompt, priority)
     return {

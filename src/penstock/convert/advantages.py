@@ -221,12 +221,12 @@ ADVANTAGES: dict[str, Advantage] = {
 }
 
 
-def advantage_of(given: Advantage | str | None) -> Advantage | None:
+def advantage_of(given: Advantage | str | None, where: str) -> Advantage | None:
     """Return the advantage that is meant by a name, a function or None. Raises InvalidInput."""
     if isinstance(given, str):
         return advantage_named(given)
     if given is not None and not callable(given):
-        raise InvalidInput(f"advantage: {given!r:.60}; give a name, such as 'grpo', a function, or None")
+        raise InvalidInput(f"{where}.advantage: {given!r:.60}; give a name, such as 'grpo', a function, or None")
     return given
 
 

@@ -146,7 +146,7 @@ def make_group(
         raise InvalidInput(f"group {id!r}: no rollouts; a group has at least one")
     rollouts = Rollouts.of(rows)
     is_late = isinstance(advantage, str) and bool((~rollouts.scored & ~rollouts.errored).any())
-    function = advantage_of(advantage)
+    function = advantage_of(advantage, f"group {id!r:.80}")
     if function is not None:
         _check_no_advantages(rows, id)
     now, late = split_filters(filters, is_late=is_late)

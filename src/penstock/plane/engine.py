@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from penstock.arrays import MAX_VERSION
+from penstock.config import toml_values
 from penstock.errors import (
     CorruptFrame,
     DiskFull,
@@ -82,6 +83,8 @@ class Drawn:
     """The metadata of each group, as the log stores it."""
     oldest_version: int = 0
     """Tokens that an earlier policy version sampled are left out of the loss."""
+    before: tuple[str, ...] = ()
+    """The digests of its plan, if it was drawn and planned before and only its plan is made again."""
 
 
 class Engine:
@@ -89,6 +92,7 @@ class Engine:
 
     def __init__(self, settings: PlaneSettings, log: Log, storage: Storage, outside: Outside | None = None) -> None:
         self.settings, self.log, self.storage = settings, log, storage
+        self._packing = toml_values(settings.packing)
         self.durations = Durations()
         log.on_commit = partial(self.durations.add, "commit")
         self.numbers: dict[str, float] = {}
@@ -251,8 +255,30 @@ class Engine:
             self.recorder.rebuild()  # groups that were drawn return to their tables
             raise
 
-    def record(self, drawn: Drawn, planned: PlannedStep) -> None:
-        """Record a drawn step with its plan. Raises DiskFull, and may then be called again."""
+    def is_outdated(self, step: int) -> bool:
+        """Return whether a step must be planned again before it is served: it was planned with other packing settings.
+
+        A session that began on an earlier plane keeps the plans that its ranks may have; its ranks are as many as
+        before. A trained step keeps its plan, until a rewind makes it one to be trained."""
+        manifest = self.state.steps.get(step)
+        if manifest is None or not manifest.rank_plans or step < self.next_step:  # no plan yet: it is being drawn
+            return False
+        if len(manifest.rank_plans) != self.settings.packing.ranks:
+            return True
+        return step > self.maybe_trained and manifest.packing not in ("", self._packing)
+
+    def draw_again(self, step: int) -> Drawn:
+        """Return the groups of a planned step, to plan it again. Call `record` afterwards."""
+        manifest = self.state.steps[step]
+        places, metadata = self._places(manifest.groups), self._metadata(manifest.groups)
+        return Drawn(step, 0, places, metadata, manifest.oldest_version, manifest.digests)
+
+    def record(self, drawn: Drawn, planned: PlannedStep) -> bool:
+        """Record a drawn step with its plan. Raises DiskFull, and may then be called again.
+
+        Returns False if the step was planned before, and was trained, removed or freed since `draw_again`."""
+        if drawn.before:
+            return self._record_again(drawn, planned)
         manifest = msgspec.structs.replace(
             self.state.steps[drawn.step],
             rank_plans=planned.rank_plans,
@@ -263,6 +289,7 @@ class Engine:
             oldest_version=drawn.oldest_version,
             masked=planned.masked,
             names_clash=planned.names_clash,
+            packing=self._packing,
         )
         with self.log.transaction():
             self.log.add_step(drawn.step, drawn.op, msgspec.msgpack.encode(manifest))
@@ -272,6 +299,27 @@ class Engine:
         self.counts["samples_masked"] += planned.masked[1]
         self.recorder.on_stage("planned", self._rows(drawn.step), drawn.step)
         self.acceptance.generated.close(drawn.step, self.tenant_tables.metrics(), self.state.bias.metrics())
+        return True
+
+    def _record_again(self, drawn: Drawn, planned: PlannedStep) -> bool:
+        """Replace the plan of a step that was planned before.
+
+        What was counted when it was drawn stays: a snapshot has counted its masked tokens."""
+        found = self.state.steps.get(drawn.step)
+        if found is None or drawn.step < self.next_step or found.digests != drawn.before:
+            return False
+        manifest = msgspec.structs.replace(
+            found,
+            rank_plans=planned.rank_plans,
+            needs=planned.needs,
+            digests=planned.digests,
+            loss_tokens=planned.loss_tokens,
+            packing=self._packing,
+        )
+        with self.log.transaction():
+            self.log.set_manifest(drawn.step, msgspec.msgpack.encode(manifest))
+        self.state.steps[drawn.step] = manifest
+        return True
 
     def undo_draw(self, drawn: Drawn, bad: Mapping[int, str]) -> None:
         """Undo a draw that cannot be planned, and quarantine the groups that caused it.
@@ -363,7 +411,8 @@ class Engine:
         if tables.env_unit is None:
             return []
         if groups is None:
-            return [f"environment {env!r}: none" for env in sorted(tables.members) if not len(tables.table(env))]
+            none = [f"environment {env!r}: none" for env in sorted(tables.members) if not len(tables.table(env))]
+            return none or [self.state.unfilled] * bool(self.state.unfilled)
         quotas = {env: (len(tables.table(env)), quota) for env, quota in tables.quotas(groups).items()}
         return [f"environment {env!r}: {have} of {quota}" for env, (have, quota) in quotas.items() if have < quota]
 
@@ -492,12 +541,12 @@ class Engine:
                 f"resume at step {step}: steps before {oldest} were freed; resume from a checkpoint of step "
                 f"{oldest - 1} or later (retain_steps, {self.settings.retain_steps} now, says how many are kept)"
             )
-        self._check_ranks(step)
         first = self.next_step
         forget = [ForgetReports(first=step)] if self.state.reports.has_from(step) else []
         events = trainer_joined(self.log, step=step, was=first, after=after, epoch=self.log.epoch)
         self._begin_at(step, {"session": session, "next_step": step, EVENTS: events}, forget, resend=True)
         self.maybe_trained = step - 1
+        self._log_outdated()
         if step < first:
             self.counts["resumes_rewound"] += 1
             return f"rewound from step {first} to {step}: steps {step} to {first - 1} are served again"
@@ -506,15 +555,15 @@ class Engine:
             return f"resumed ahead at step {step}: steps {first} to {step - 1} count as trained, as the checkpoint says"
         return ""
 
-    def _check_ranks(self, step: int) -> None:
-        """Reject a resume after which a step would be served again that was planned for another number of ranks."""
-        ranks = self.settings.packing.ranks
-        planned = {n: len(found.rank_plans) for n, found in self.state.steps.items() if n >= step and found.rank_plans}
-        if other := [n for n, count in planned.items() if count != ranks]:
-            raise InvalidInput(
-                f"resume at step {step}: step {other[0]} was planned for {planned[other[0]]} ranks, and this plane has "
-                f"{ranks}; resume from a checkpoint of step {max(other)} or later, or open the run with ranks="
-                f"{planned[other[0]]}"
+    def _log_outdated(self) -> None:
+        """Log which steps will be planned again when ranks ask for them."""
+        steps = [step for step in self.state.steps if self.is_outdated(step)]
+        if steps:
+            which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+            before = sorted({len(self.state.steps[step].rank_plans) for step in steps})
+            logger.warning(
+                "%s: %s: planned for %s ranks, planned again for %d with the same groups and today's settings",
+                *(self.log.where, which, " and ".join(map(str, before)), self.settings.packing.ranks),
             )
 
 

@@ -12,6 +12,7 @@ from typing import cast
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from penstock.arrays import MAX_GROUP_SAMPLES, Column, words_for
 from penstock.convert import advantage_named, filter_named
@@ -359,7 +360,10 @@ class Intake:
 
     def _awaited(self, group: Incoming, metadata: GroupMetadata) -> Awaited | None:
         """Return what a group waits for. Raises InvalidInput for names that could not be applied."""
-        found = {name: tuple(rows) for name in self._late if (rows := _lacking(metadata, name))}
+        lacking = {name: _lacking(metadata, name) for name in self._late}
+        if group.advantage and "rewards" in lacking:
+            lacking["rewards"] = _unscored(metadata)
+        found = {name: tuple(rows) for name, rows in lacking.items() if rows}
         if group.advantage and "rewards" not in found:
             raise InvalidInput(
                 f"group {group.id!r}: advantage {group.advantage!r:.60} is to be computed from late rewards, and this "
@@ -395,12 +399,24 @@ def _lacking(metadata: GroupMetadata, name: str) -> list[int]:
     trained = np.frombuffer(metadata.kept_loss_tokens, "<i8") > 0
     if not trained.any():
         trained = np.ones(metadata.num_samples, np.bool_)
-    has = np.zeros(metadata.num_samples, np.bool_)
-    if name in metadata.columns:
-        table = np.frombuffer(metadata.has, np.bool_).reshape(metadata.num_samples, -1)
-        has = table[:, metadata.columns.index(name)]
-    rows: list[int] = np.flatnonzero(trained & ~has).tolist()
+    rows: list[int] = np.flatnonzero(trained & ~_having(metadata, name)).tolist()
     return rows
+
+
+def _unscored(metadata: GroupMetadata) -> list[int]:
+    """Return the samples without a reward whose rollouts did not fail. A baseline covers them all, also those that
+    `seq_len` leaves nothing to train of."""
+    failed = np.frombuffer(metadata.errored, np.bool_) if metadata.errored else np.False_
+    rows: list[int] = np.flatnonzero(~_having(metadata, "rewards") & ~failed).tolist()
+    return rows
+
+
+def _having(metadata: GroupMetadata, name: str) -> NDArray[np.bool_]:
+    """Return [samples], True where a sample has a column."""
+    if name not in metadata.columns:
+        return np.zeros(metadata.num_samples, np.bool_)
+    table = np.frombuffer(metadata.has, np.bool_).reshape(metadata.num_samples, -1)
+    return table[:, metadata.columns.index(name)]
 
 
 def limits_of(settings: PlaneSettings) -> Limits:

@@ -106,7 +106,7 @@ class LateDecisions:
         self._asked: dict[object, tuple[AttachValues, Made]] = {}
         """Messages of this turn, by ticket: a repeated one is answered once."""
         self._arrived: deque[tuple[float, int]] = deque()
-        """(when, op): groups up to this op arrived by then. Empty after a restart, but see `_go_on`."""
+        """(when, op): groups up to this op arrived by then. Empty after a restart, but see `_resume`."""
         self._seen_op = 0
 
     def offer(self, ticket: object, message: AttachValues, made: Made | None = None) -> None:
@@ -124,7 +124,7 @@ class LateDecisions:
         asked, self._asked = self._asked, {}
         turn, found = _Turn(), []
         for ticket, (message, made) in asked.items():
-            found.append(self._look(ticket, message, made, turn))
+            found.append(self._check_message(ticket, message, made, turn))
         for op, group in turn.groups.items():
             if group.is_complete:
                 self._admit(turn, op, group, overdue=False)
@@ -143,7 +143,7 @@ class LateDecisions:
                     self._recorder.segments.reject(frame.location)
         return found
 
-    def _look(self, ticket: object, message: AttachValues, made: Made, turn: _Turn) -> Attachment:
+    def _check_message(self, ticket: object, message: AttachValues, made: Made, turn: _Turn) -> Attachment:
         """Check one message. If anything in it is wrong, nothing of it is attached."""
         result, local = Attachment(ticket), _Turn()
         try:
@@ -151,7 +151,7 @@ class LateDecisions:
                 return Attachment(ticket, error=made.error)
             check_values(message, self._settings)
             for name in dict.fromkeys([*message.values, *message.errors, *made.digests]):
-                self._look_at_group(name, message, made, turn, local, result)
+                self._check_group(name, message, made, turn, local, result)
         except _Outdated:
             return Attachment(ticket, is_outdated=True)
         except Exception as error:  # noqa: BLE001 - whatever a message provokes, its sender gets the error
@@ -162,7 +162,7 @@ class LateDecisions:
         turn.frames |= local.frames
         return result
 
-    def _look_at_group(
+    def _check_group(
         self, name: str, message: AttachValues, made: Made, turn: _Turn, local: _Turn, result: Attachment
     ) -> None:
         """Check the values of one group, and note in `local` what is to be written."""
@@ -177,7 +177,7 @@ class LateDecisions:
         op = self._recorder.state.by_id.get(name, 0)
         group = turn.groups.get(op) or self._recorder.state.late.waiting.get(op)
         if group is None:
-            self._compare(name, column, values, result)
+            self._compare_with_stored(name, column, values, result)
             return
         metadata = self._metadata(op, turn)
         given = _by_sample(metadata, column, group, values, result)
@@ -185,7 +185,7 @@ class LateDecisions:
             return
         digests = {row: value for row, value in given.items() if isinstance(value, bytes)}
         location = ""
-        local.groups[op] = after = _with(group, column, given)
+        local.groups[op] = after = _with_values(group, column, given)
         if digests:
             frame = made.frames.get(name)
             if frame is None or frame.base != self._location(op, turn):
@@ -214,7 +214,7 @@ class LateDecisions:
             turn.metadata[op] = GroupMetadata.from_bytes(data)
         return turn.metadata[op]
 
-    def _compare(self, name: str, column: str, values: Mapping[str, Value], result: Attachment) -> None:
+    def _compare_with_stored(self, name: str, column: str, values: Mapping[str, Value], result: Attachment) -> None:
         """Compare values with those of a group that no longer waits. Raises if they differ."""
         found = self._recorder.log.states_of([name[: MAX_ID + 1]]).get(name)
         state = None if found is None else self._recorder.state.state_of(*found)[0]
@@ -228,7 +228,7 @@ class LateDecisions:
         metadata = GroupMetadata.from_bytes(data)
         for sample, value in values.items():
             row = _row_of(metadata, sample, column)
-            if _had(metadata, column, row, value, name, sample):
+            if _has_value(metadata, column, row, value, name, sample):
                 result.known += 1
             else:
                 result.late += 1
@@ -296,7 +296,7 @@ class LateDecisions:
         if not waiting and not self._arrived:
             return
         if not self._seen_op:
-            self._go_on(now)
+            self._resume(now)
         newest = next(reversed(waiting), 0)
         if newest > self._seen_op:
             self._arrived.append((now, newest))
@@ -310,7 +310,7 @@ class LateDecisions:
         if len(overdue) < MOST_OVERDUE:
             self._arrived.popleft()
 
-    def _go_on(self, now: float) -> None:
+    def _resume(self, now: float) -> None:
         """Continue after a restart: admit groups that have all columns, because a recovery of the log may have attached
         the last ones, and count the deadline of groups that survived many restarts from their put.
 
@@ -388,7 +388,7 @@ def _by_sample(
     for sample, value in values.items():
         row = _row_of(metadata, sample, column)
         before = found.get(row, known.get(row, ...))  # `...`: nothing yet; None is an error that was attached
-        if before is ... and _had(metadata, column, row, value, metadata.group, sample):
+        if before is ... and _has_value(metadata, column, row, value, metadata.group, sample):
             result.known += 1
             continue
         if before is not ...:
@@ -402,7 +402,7 @@ def _by_sample(
     return found
 
 
-def _had(metadata: GroupMetadata, column: str, row: int, value: Value, group: str, sample: str) -> bool:
+def _has_value(metadata: GroupMetadata, column: str, row: int, value: Value, group: str, sample: str) -> bool:
     """Return whether a sample has this value, in its frame or attached. Raises Conflict if it has another."""
     before = _stored(metadata, column, row)
     if before is not None and before != before:  # NaN: it has no value yet
@@ -448,7 +448,7 @@ def _shown(value: Value) -> str:
     return f"{value:g}"
 
 
-def _with(group: WaitingGroup, column: str, given: Given) -> WaitingGroup:
+def _with_values(group: WaitingGroup, column: str, given: Given) -> WaitingGroup:
     """Return a copy of a group with these values."""
     return WaitingGroup(
         awaited=group.awaited,

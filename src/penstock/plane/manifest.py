@@ -102,6 +102,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Number of these tokens, and of the samples that have some."""
     names_clash: bool = False
     """Whether a sample's id also names another group of the step, or one of its samples (`priorities.names_clash`)."""
+    packing: str = ""
+    """The packing settings of the plan, as TOML; emptied with the plan. Empty in steps of earlier versions."""
 
     @staticmethod
     def of(rows: Sequence[GroupRow], policy_version: int) -> Manifest:

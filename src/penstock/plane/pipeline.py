@@ -24,16 +24,17 @@ from itertools import islice
 
 import xxhash
 
-from penstock.errors import Away, CorruptFrame, DiskFull, PenstockError, StorageError
+from penstock.errors import Away, CorruptFrame, DiskFull, InvalidInput, PenstockError, StorageError
 from penstock.frames import GroupMetadata
 from penstock.plane.acceptance import Claim, Outcome
 from penstock.plane.engine import Drawn, Engine
 from penstock.plane.intake import Incoming, Intake, metadata_for
 from penstock.plane.recorder import ends_plane, failure_text
+from penstock.plane.settings import PlaneSettings
 from penstock.plane.step_builder import Builder, PlannedStep, StepBuilder
 from penstock.plane.workers import Job, Then, Workers
 from penstock.protocol import NOTHING, Buffer, Put, Staged
-from penstock.storage import DamagedFrame, parse_location
+from penstock.storage import DamagedFrame, Storage, parse_location
 
 logger = logging.getLogger("penstock.plane")
 _BATCH_BYTES = 32 << 20
@@ -68,8 +69,9 @@ MAKING = {
 }
 """State and event -> the next state. Any other pair is a bug and raises.
 
-A recorded step is asked for and built as often as it must be: after a restart, a rewind, or a failed attempt. Once
-built it is staged, and the session delivers and commits it (`protocol.steps`)."""
+A recorded step is asked for and built as often as it must be: after a restart, a rewind, or a failed attempt. If it was
+planned with other packing settings, such as another number of ranks, it is planned and recorded again first. Once built
+it is staged, and the session delivers and commits it (`protocol.steps`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,11 +316,12 @@ class Pipeline:
         self._raise_failure()
         if self.making is not Making.IDLE:
             return f"step {self._engine.last_step} to be built"
-        if step <= self._engine.last_step:
+        is_planned = step <= self._engine.last_step
+        if is_planned and not self._engine.is_outdated(step):
             self._build(step)
             self._raise_failure()
             return f"step {step} to be built"
-        drawn = self._engine.draw_step(step)
+        drawn = self._engine.draw_again(step) if is_planned else self._engine.draw_step(step)
         if isinstance(drawn, str):
             return drawn
         self._submit("drawn", lambda: self._plan(drawn), lambda found: self._planned(drawn, found))
@@ -366,7 +369,7 @@ class Pipeline:
 
     def _plan(self, drawn: Drawn) -> PlannedStep | _Unplannable:
         """Plan a drawn step. Runs on the steps thread."""
-        metadata = fitting(self._engine, drawn)
+        metadata = fitting(self._engine.settings, self._engine.storage, drawn)
         try:
             return self._builder.plan(metadata, drawn.oldest_version)
         except Exception as error:  # noqa: BLE001 - no accepted group may end the plane
@@ -378,6 +381,10 @@ class Pipeline:
             self._to_record = (drawn, found)
             return
         error, bad = (found.error, found.bad) if isinstance(found, _Unplannable) else (found, {})
+        if drawn.before:
+            self._move("undone")
+            self._built(drawn.step, _not_again(drawn, error, self._engine.settings.packing.ranks))
+            return
         logger.error("step %d cannot be planned: %s: %s", drawn.step, type(error).__name__, error)
         if len(bad) < len(drawn.groups):
             self._blame(drawn, error, bad)
@@ -395,7 +402,7 @@ class Pipeline:
         """Return whether any of these groups can be planned alone. Runs on the steps thread."""
         for data, location in groups:
             with suppress(Exception):
-                if not self._builder.unpackable([_fit(self._engine, data, location)]):
+                if not self._builder.unpackable([_fit(self._engine.settings, self._engine.storage, data, location)]):
                     return True
         return False
 
@@ -411,7 +418,7 @@ class Pipeline:
         if self._to_record is not None:
             drawn, planned = self._to_record
             try:
-                self._engine.record(drawn, planned)  # raises DiskFull: the next turn tries again
+                is_recorded = self._engine.record(drawn, planned)  # raises DiskFull: the next turn tries again
             except Exception as error:
                 if isinstance(error, DiskFull) or ends_plane(error):
                     raise
@@ -421,9 +428,10 @@ class Pipeline:
                 self._engine.undo_draw(drawn, {})
                 self._fail(error)
                 return
-            self._move("recorded")
+            self._move("recorded" if is_recorded else "undone")
             self._to_record = None
-            self._build(drawn.step)
+            if is_recorded:
+                self._build(drawn.step)
 
     def _build(self, step: int) -> None:
         """Start building a planned step on the steps thread."""
@@ -485,16 +493,27 @@ class Pipeline:
             self._failure = CorruptFrame(f"{found}; it was set aside, steps {step} to {last} are planned again")
 
 
-def fitting(engine: Engine, drawn: Drawn) -> list[GroupMetadata]:
+def _not_again(drawn: Drawn, error: Exception, ranks: int) -> Exception:
+    """Return the error of a step that cannot be planned with today's packing settings. The log keeps its plan."""
+    if isinstance(error, (Away, DamagedFrame)):
+        return error
+    return InvalidInput(
+        f"step {drawn.step} was planned for {len(drawn.before)} ranks and cannot be planned again for {ranks}: "
+        f"{failure_text(error)}; open the run with its former packing settings until this step is committed"
+    )
+
+
+def fitting(settings: PlaneSettings, storage: Storage, drawn: Drawn) -> list[GroupMetadata]:
     """Return the metadata of a step's groups, made again where another `seq_len` cut their samples."""
-    return [_fit(engine, data, at.location) for data, at in zip(drawn.metadata, drawn.groups, strict=True)]
+    pairs = zip(drawn.metadata, drawn.groups, strict=True)
+    return [_fit(settings, storage, data, at.location) for data, at in pairs]
 
 
-def _fit(engine: Engine, data: bytes, location: str) -> GroupMetadata:
-    settings, metadata = engine.settings, GroupMetadata.from_bytes(data)
+def _fit(settings: PlaneSettings, storage: Storage, data: bytes, location: str) -> GroupMetadata:
+    metadata = GroupMetadata.from_bytes(data)
     if metadata.fits(settings.packing.seq_len):
         return metadata
-    return metadata_for(settings, metadata, engine.storage.read(location)[0])
+    return metadata_for(settings, metadata, storage.read(location)[0])
 
 
 def _others(engine: Engine, drawn: Drawn) -> list[tuple[bytes, str]]:

@@ -32,8 +32,7 @@ SETTINGS = "settings "
 
 def check_settings(settings: PlaneSettings, log: Log) -> None:
     """Reject settings that do not fit what is held or planned, with both values. Remember the others."""
-    replay, ranks = repr(settings.replay), settings.packing.ranks
-    began, planned = log.text("replay"), log.meta("ranks", ranks)
+    replay, began = repr(settings.replay), log.text("replay")
     if began and began != replay and log.has_steps():
         raise ConfigError(
             f"replay settings: the run began with {began}, now {replay}; a run's draws follow from them: open it with "
@@ -41,11 +40,6 @@ def check_settings(settings: PlaneSettings, log: Log) -> None:
         )
     if began and began != replay and settings.replay.remover is None:
         _check_capacity(settings.replay.capacity, log)
-    if planned != ranks and log.has_steps(log.meta("next_step", 1)):
-        raise ConfigError(
-            f"ranks: {ranks}, and steps that are not trained yet are planned for {planned}; train and commit them with "
-            f"{planned} ranks first, or begin a new folder"
-        )
     tables_by = "env" if settings.env_weights else ""
     if log.last_op and log.text("tables_by") != tables_by:
         now = f"env_weights is {settings.env_weights or 'empty'}"
@@ -56,7 +50,6 @@ def check_settings(settings: PlaneSettings, log: Log) -> None:
     _log_changes(settings, log)
     values: dict[str, int | str] = {
         "replay": replay,
-        "ranks": ranks,
         "storage": _storage(settings),
         "tables_by": tables_by,
     }
@@ -168,7 +161,7 @@ def note_seq_len(settings: PlaneSettings, recorder: Recorder, storage: Storage) 
     """Count and log what a smaller `seq_len` than before cuts off groups that wait for training.
 
     They were accepted with the larger one, so they are truncated, or dropped if `over_length` says so; never
-    rejected."""
+    rejected. Steps that are planned and not trained are planned again with what is left."""
     log, seq_len = recorder.log, settings.packing.seq_len
     before = log.meta("seq_len", seq_len)
     is_smaller, counted = seq_len < before, _counted_cuts(log)
@@ -225,7 +218,11 @@ def _further_cuts(
 ) -> Iterator[_Cut]:
     """Yield what each waiting group loses that is cut further than before."""
     state, seq_len = recorder.state, settings.packing.seq_len
-    for row in [*map(state.row_of, recorder.tenant_tables), *(state.rows[op] for op in state.late.waiting)]:
+    waiting = {row.op: row for row in map(state.row_of, recorder.tenant_tables)}
+    waiting |= {op: state.rows[op] for op in state.late.waiting}
+    planned = {op for step, found in state.steps.items() if step >= state.next_step for op in found.groups}
+    drawn = {op: state.rows[op] for op in planned - waiting.keys() if op in state.rows}
+    for row in [*waiting.values(), *drawn.values()]:
         data = recorder.log.metadata(row.op)
         if data is None:
             continue
@@ -240,4 +237,6 @@ def _further_cuts(
                     lost = metadata_for(settings, metadata, frame, seq_len=before)
                 made = metadata_for(settings, metadata, frame)
                 now = OverLength.of(made)
-                yield _Cut(row.op, now, now.since(OverLength.of(lost)), is_dropped(settings, made))
+                # A planned step keeps its groups, also those that have nothing to train.
+                is_empty = row.op in waiting and is_dropped(settings, made)
+                yield _Cut(row.op, now, now.since(OverLength.of(lost)), is_empty)

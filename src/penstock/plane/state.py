@@ -132,8 +132,9 @@ class PlaneState:
         self.keeps_all = keeps_all
         """Whether log and storage forget nothing. Memory forgets all the same."""
         self._begin_unwritten()
-        self._unfilled = -1
-        """The decision after which a limiter allowed too few groups. Until the next one, drawing again is pointless."""
+        self._unfilled = (-1, "")
+        """The decision after which a draw found too few groups, and why. Until the next one, drawing again is
+        pointless."""
         self._drawn: tuple[int, ...] = ()
         """Groups of the step that is drawn and not planned yet. The log must not record their new state before the
         step."""
@@ -263,9 +264,15 @@ class PlaneState:
     def apportion(self, target: Target) -> Mapping[str, int] | Target | None:
         """Return what `draw` should take for the next step: a number of groups per table, or groups until a target is
         met. None if there is not enough."""
-        if self.held(target) < target.amount or self._unfilled == self.op:
+        if self.held(target) < target.amount or self.unfilled:
             return None
         return self.tenant_tables.apportion(target, self.held(target), self.row_of)
+
+    @property
+    def unfilled(self) -> str:
+        """Why the last draw found too few groups, or "" if a draw may find enough now."""
+        op, reason = self._unfilled
+        return reason if op == self.op else ""
 
     def draw(self, op: int, step: int, what: Mapping[str, int] | Target, *, one_by_one: bool = False) -> Manifest:
         """Draw a step. Raises WaitTimeout if there are too few groups. Call `planned` afterwards.
@@ -273,8 +280,8 @@ class PlaneState:
         `one_by_one`: repeat a draw by target, from the number of groups that it took."""
         try:
             groups = self.tenant_tables.draw(what, self.row_of, one_by_one=one_by_one)
-        except WaitTimeout:
-            self._unfilled = self.op
+        except WaitTimeout as error:
+            self._unfilled = (self.op, str(error))
             raise
         found = Manifest.of([self.rows[group] for group in groups], self.policy_version)
         manifest = msgspec.structs.replace(found, one_by_one=one_by_one or isinstance(what, Target))
@@ -491,7 +498,7 @@ class PlaneState:
         if self.freeing.ops:
             log.forget_frames(self.freeing.ops)
         for step in () if self.keeps_all else self._to_slim:
-            slim = msgspec.structs.replace(self.slim[step], rank_plans=(), needs=(), digests=())
+            slim = msgspec.structs.replace(self.slim[step], rank_plans=(), needs=(), digests=(), packing="")
             log.set_manifest(step, msgspec.msgpack.encode(slim))
         if self.freeing.ops or self._to_slim:
             log.set_meta("oldest_step", self.oldest_step)

@@ -300,8 +300,9 @@ class TenantTables:
 
         Raises WaitTimeout and undoes the draw if the limiter allows too few."""
         busy = self._busy()
-        # Enough is held, so if everything may be drawn the target is met and nothing needs to be undone.
-        undoable = not all(self.tables[name].may_sample_all for name in busy)
+        # Enough is held, so if everything may be drawn the target is met and nothing needs to be undone. A single
+        # environment may still have too few.
+        undoable = self.env_unit is not None or not all(self.tables[name].may_sample_all for name in busy)
         drawings = {name: self.tables[name].drawing(undoable=undoable) for name in busy}
         shares, have = self.shares.copy(), 0
         try:

@@ -49,6 +49,9 @@ class StepEntry:
     """Per rank, the digest of its plan and samples; empty if the plan was freed."""
     oldest_version: int = 0
     """Tokens of earlier policy versions were left out of the loss."""
+    packing: str = ""
+    """The packing settings of its plan, as TOML, which may be newer than those it was drawn with; empty if the plan was
+    freed, and in runs of earlier versions."""
 
 
 @dataclass(slots=True)
@@ -92,7 +95,9 @@ class RecordedRun:
             manifest = read_manifest(data)
             if unknown := [group for group in manifest.groups if group not in self.groups]:
                 raise CorruptFile(f"{log.where}: step {step} has group {unknown[0]}, which the log does not have")
-            self.steps[step] = StepEntry(step, op, manifest.groups, manifest.digests, manifest.oldest_version)
+            self.steps[step] = StepEntry(
+                step, op, manifest.groups, manifest.digests, manifest.oldest_version, manifest.packing
+            )
 
     def has_frame(self, op: int) -> bool:
         return bool(self.groups[op].location) and op not in self.gone

@@ -37,6 +37,7 @@ from penstock.log import (
     as_corrupt,
     read_record,
 )
+from penstock.packing import Packing
 from penstock.plane import COLUMN, Engine, Incoming, Intake, PlaneSettings, StepBuilder, fitting, storage_of
 from penstock.runs.recorded_run import RecordedRun, RecordEntry, StepEntry, recorded_settings
 from penstock.storage import Gone
@@ -150,7 +151,6 @@ class _Life:
             log = SqliteLog(self._folder, disk_reserve_bytes=0)
             self._engine = Engine(self._settings, log, storage_of(self._settings, self._folder))
             self._intake = Intake(self._settings, self._engine.writer)
-            self._builder = StepBuilder(self._settings.packing, self._engine.storage)
 
     def close(self) -> None:
         if self._engine is not None:
@@ -285,7 +285,9 @@ class _Life:
         # The version that counted depends on how far ahead the step was drawn, which only the step itself records.
         drawn = replace(drawn, oldest_version=entry.oldest_version)
         try:
-            planned = self._builder.plan(fitting(self.engine, drawn), drawn.oldest_version)
+            settings = self._planned_with(entry)
+            builder = StepBuilder(settings.packing, self.engine.storage)
+            planned = builder.plan(fitting(settings, self.engine.storage, drawn), drawn.oldest_version)
         except PenstockError as error:
             raise _Differs(f"Step {entry.step} cannot be planned now: {error}", entry.step) from None
         self.engine.record(drawn, planned)
@@ -298,6 +300,14 @@ class _Life:
         if len(entry.digests) != len(planned.digests):
             ranks = f"{len(entry.digests)} ranks when it was recorded, {len(planned.digests)} now"
             raise _Differs(f"Step {entry.step} is for {ranks}.", entry.step)
+
+    def _planned_with(self, entry: StepEntry) -> PlaneSettings:
+        """Return the settings that a step was planned with: newer ones than it was drawn with, if it was planned again
+        for another number of ranks."""
+        if not entry.packing:
+            return self._settings
+        where = f"the packing settings of step {entry.step}"
+        return replace(self._settings, packing=build(Packing, recorded_settings(entry.packing), where))
 
     def _compare_groups(self, entry: StepEntry, drawn: list[str]) -> None:
         names = [self._recorded.groups[op].id for op in entry.groups]

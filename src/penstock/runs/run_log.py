@@ -363,7 +363,7 @@ def forget(folder: Path) -> None:
             for step, _, data, _ in log.steps():
                 if step >= oldest:
                     break
-                slim = msgspec.structs.replace(read_manifest(data), rank_plans=(), needs=(), digests=())
+                slim = msgspec.structs.replace(read_manifest(data), rank_plans=(), needs=(), digests=(), packing="")
                 log.set_manifest(step, msgspec.msgpack.encode(slim))
     finally:
         log.close()

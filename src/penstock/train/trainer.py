@@ -8,11 +8,9 @@ configuration, synthetic steps take the place of a plane, to time the trainer al
 
 from __future__ import annotations
 
-import gc
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
@@ -131,8 +129,6 @@ class Trainer:
         """The last trained step."""
         if self.done:
             checkpoint.restore(self.folder / "checkpoints", self.done, self.model, self.optimizer)
-        ddp = config.ranks > 1 and not self._sharded
-        self._wrapped = torch.nn.parallel.DistributedDataParallel(self.model) if ddp else self.model
         self._vision = None
         if hasattr(self.model.config, "vision_config"):
             images = config.images
@@ -186,13 +182,16 @@ class Trainer:
         """Run one optimizer step over all micro-batches of a step."""
         sums, last = Sums(), len(inputs) - 1
         for index, (batch, tensors, extra) in enumerate(inputs):
-            with self._sync_only(index == last):
-                terms = self._backward(step, tensors, extra)
+            if self._sharded:
+                self.model.set_requires_gradient_sync(index == last)  # one exchange per step
+            terms = self._backward(step, tensors, extra)
             sums.add(batch, terms, version=step.number - 1, loss_mask=tensors["loss_mask"])
             if self.observer is not None:
                 self.observer.write(step, batch, terms, policy_version=step.number - 1)
         if self.observer is not None:
             self.observer.close_step(step)
+        if self.config.ranks > 1 and not self._sharded:
+            sum_gradients(self.model)
         sums.grad_norm = float(
             checkpoint.full(
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
@@ -210,22 +209,13 @@ class Trainer:
             self.model.model.rope_deltas = None  # the model caches them and would reuse those of the last call
         needed = None if self.observer is not None else tensors["loss_mask"]  # an observer needs all tokens
         never = self.config.model.never_sampled
-        logprobs, entropy = row_logprobs(self._wrapped, tensors, extra, needed=needed, never_sampled=never)
+        logprobs, entropy = row_logprobs(self.model, tensors, extra, needed=needed, never_sampled=never)
         terms = self._loss(tensors, logprobs, entropy)
         bonus = torch.where(tensors["loss_mask"], entropy, 0.0).sum() * step.denominators.per_loss_token
         loss = terms.mean(step.denominators) - self.config.loss.entropy_bonus * bonus
-        # DDP and FSDP average gradients over ranks, but the denominators already count all ranks: undo the average.
-        (loss * self.config.ranks).backward()
+        # FSDP averages gradients over ranks, but the denominators already count all ranks: undo the average.
+        (loss * self.config.ranks if self._sharded else loss).backward()
         return terms
-
-    def _sync_only(self, last: bool) -> AbstractContextManager[Any]:
-        """Exchange gradients only after the last micro-batch: one all-reduce per step."""
-        if self._sharded:
-            self.model.set_requires_gradient_sync(last)
-        elif self.config.ranks > 1 and not last:
-            context: AbstractContextManager[Any] = self._wrapped.no_sync()
-            return context
-        return nullcontext()
 
     def _is_learned(self) -> bool:
         target, recent = self.config.target_reward, self._rewards
@@ -272,16 +262,28 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Close files and threads and release the process group. Call it before `destroy_process_group`.
-
-        DDP's reducer holds a reference to the group. If that is the last one, freeing it waits, holding the GIL, for
-        gloo's thread, which may need the GIL to free the last all-reduce: a deadlock.
-        """
+        """Close files and threads."""
         for part in (self._metrics_file, self._vision, self.observer):
             if part is not None:
                 part.close()
-        self._wrapped = self.model
-        gc.collect()  # DDP is in a reference cycle
+
+
+def sum_gradients(model: torch.nn.Module) -> None:
+    """Sum the gradients of all micro-batches over ranks. A rank counts as 0 where it used a parameter in none.
+
+    DDP exchanges gradients while the last micro-batch is computed, and only of the parameters that this one used: if it
+    has text alone, those of the vision tower were left out, and the next step ended in an error."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+    distributed.all_reduce(used, distributed.ReduceOp.MAX)
+    works = []
+    for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+        if is_used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            works.append(distributed.all_reduce(parameter.grad, async_op=True))
+    for work in works:
+        work.wait()
 
 
 def _shard(model: Any, ranks: int) -> None:

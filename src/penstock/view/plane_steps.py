@@ -184,8 +184,8 @@ class PlaneStep(FrameStep):
 
     @property
     def stamp(self) -> int:
-        """Changes when the step was undone and made again."""
-        return self.logged.op
+        """Changes when the step was undone and made again, or planned again for another number of ranks."""
+        return hash((self.logged.op, self.logged.manifest.digests))
 
     @property
     def version(self) -> int:
