@@ -68,6 +68,10 @@ def test_a_tensor_that_numpy_cannot_read_names_the_remedy() -> None:
     for tensor in (half, torch.tensor([-0.5], requires_grad=True), [half[0]]):
         with pytest.raises(InvalidInput, match=r"turn.logprobs: not an array .*detach\(\).cpu\(\).*tensor.float\(\)"):
             ps.Turn([1], logprobs=tensor)
+    graded = torch.tensor([-0.5], requires_grad=True)
+    for values in (graded, [graded]):  # the second: a list per token
+        with pytest.raises(InvalidInput, match=r"turn.mine: not "):
+            ps.Turn([1], logprobs=[-0.5], columns={"mine": values})
     assert ps.Turn([1], logprobs=half.float()).num_sampled == 1
 
 

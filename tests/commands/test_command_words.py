@@ -125,10 +125,10 @@ with FirstSign("storage"):
 """
 
 
-def _on_a_terminal(seconds: float) -> str:
+def _on_a_terminal(seconds: float, term: str = "xterm") -> str:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", SLOW, str(seconds)]
-    with subprocess.Popen(command, stdout=theirs, stderr=theirs) as process:
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": term}) as process:
         os.close(theirs)
         text = "".join(_read(ours))
         assert process.wait(60) == 0
@@ -151,6 +151,10 @@ def test_a_command_that_is_silent_for_two_seconds_shows_that_it_works() -> None:
     text = _on_a_terminal(QUIET_S + 2)
     assert "penstock storage: working, 2 s" in text
     assert text.endswith("\r\x1b[Kready\r\n")  # the line is cleared before the command prints
+
+
+def test_a_terminal_that_cannot_redraw_gets_no_control_characters() -> None:
+    assert _on_a_terminal(QUIET_S + 1, term="dumb") == "ready\r\n"
 
 
 def test_a_quick_command_shows_nothing_of_that() -> None:

@@ -134,7 +134,7 @@ def test_top_shows_a_plane_once(plane: PlaneProcess, capsys: pytest.CaptureFixtu
     text = out(capsys, "top", plane.url, "--once")
     assert "10 accepted = 6 held + 4 committed (balanced)" in text
     assert "5 groups, 10 samples, 30 tokens, 2 steps" in text
-    assert "the plane for processes to join: rank 0 replica 0" in text
+    assert "waiting    the plane for rank 0 to join\n" in text
     assert "3 too long" in text
 
 
@@ -158,7 +158,7 @@ def test_rates_are_differences_over_time_and_none_across_a_restart() -> None:
     ("change", "text"),
     [
         ({"phase": "failed"}, "every rank for the trainer to be restarted"),
-        ({"missing": [[r, 0] for r in range(9)]}, "rank 7 replica 0 ..."),
+        ({"phase": "forming", "waiting_for": "rank 1 to join"}, "the plane for rank 1 to join"),
         ({"waiting_for": "the trainer"}, "producers and plane for the trainer"),
         ({"waiting_for": "generation: 1 of 4 groups"}, "ranks for generation: 1 of 4 groups"),
         ({"producers_waiting": 1200, "oldest_wait_s": 3.4}, "; 1,200 puts for room, the first for 3 s"),
@@ -169,7 +169,7 @@ def test_it_says_who_waits_for_whom(change: dict[str, object], text: str) -> Non
     assert text in top._waiting(now)
 
 
-def watch_in_terminal(*words: str, hide_rich: bool) -> str:
+def watch_in_terminal(*words: str, hide_rich: bool = False, term: str = "xterm") -> str:
     """What `penstock top` draws on a terminal until Ctrl-C."""
     code = "import sys; sys.modules['rich'] = None; " if hide_rich else "import sys; "
     # A shell that runs its jobs in the background has them ignore SIGINT, and children inherit that.
@@ -177,7 +177,7 @@ def watch_in_terminal(*words: str, hide_rich: bool) -> str:
     code += "from penstock.cli import main; sys.exit(main(sys.argv[1:]))"
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", code, "top", *words, "--interval=0.1"]
-    process = subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE, env=os.environ | {"TERM": "xterm"})
+    process = subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE, env=os.environ | {"TERM": term})
     os.close(theirs)
     seen = b""
     try:
@@ -200,6 +200,11 @@ def test_top_redraws_its_page_on_a_terminal(plane: PlaneProcess, hide_rich: bool
     assert "0.0 steps/s" in drawn
     assert ("╭" in drawn) == (not hide_rich)
     assert ("\x1b[H\x1b[J" in drawn) == hide_rich
+
+
+def test_top_prints_its_pages_on_a_terminal_that_cannot_redraw(plane: PlaneProcess) -> None:
+    drawn = watch_in_terminal(plane.url, term="dumb")
+    assert "\x1b" not in drawn and drawn.count("waiting    the plane for rank 0 to join\r\n") >= 2
 
 
 def test_top_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import pytest
 import penstock as ps
 from penstock.cli import main
 from penstock.errors import Conflict, InvalidInput, StepAborted
-from penstock.log import SqliteLog
+from penstock.log import SegmentRow, SqliteLog
 from penstock.runs.recorded_run import RecordedRun
 from penstock.runs.rerunning import rerun
 from penstock.runs.run_copy import RunCopy
@@ -82,6 +82,20 @@ def test_a_copy_is_brought_up_to_date_and_frees_what_the_source_freed(tmp_path: 
     assert FolderStorage(target / "storage").segments().keys() <= registered
     with pytest.raises(Conflict, match="a plane was opened on this copy"):
         RunCopy(run, target)
+
+
+def test_a_copy_without_anything_new_frees_nothing(tmp_path: Path) -> None:
+    run, target = tmp_path / "run", tmp_path / "copy"
+    with ps.open(run, retain="all", **SETTINGS) as plane:
+        put(plane, "a", "b")
+    log = SqliteLog(run)
+    with log.transaction():  # a writer that put nothing
+        log.add_segment(SegmentRow("0123456789abcdef", "somebody", 1, 0.0, False))
+        log.seal_segment("0123456789abcdef", at=1.0, clean=True)
+    log.close()
+    for _ in range(2):
+        with RunCopy(run, target) as copy:
+            assert copy.round().freed == 0
 
 
 def test_frames_that_are_freed_while_a_copy_is_made_cost_another_look_at_the_log(

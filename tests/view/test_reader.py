@@ -156,5 +156,7 @@ def test_tokens_command_reads_all_steps_and_says_what_it_skipped(
 
 def test_tokens_command_fails_on_a_step_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_export(tmp_path, steps=1, groups=1, size=1)
+    assert main(["tokens", str(tmp_path), "--evaluation"]) == 1
+    assert "--evaluation: no evaluation groups are in the export" in capsys.readouterr().err
     assert main(["tokens", str(tmp_path), "--step", "9"]) == 1
     assert "no finished step 9; the last finished ones: 1" in capsys.readouterr().err

@@ -23,6 +23,8 @@ MAX_TEXT = 512
 MAX_RUN_NAME = 200
 MAX_EXTENT = 1 << 20
 """Bound on each dimension after the token axis. Readers of frames enforce the same bound."""
+NO_ARRAY = (TypeError, OverflowError, RuntimeError)
+"""What numpy raises for values that are no array. RuntimeError: a tensor that needs a gradient."""
 
 
 def run_name_problem(name: str) -> str:
@@ -193,7 +195,7 @@ def as_lists(value: Values, where: str) -> Ragged:
         lengths = [len(row) for row in rows]  # type: ignore[arg-type]
         parts = [np.asarray(row) for row, length in zip(rows, lengths, strict=True) if length]
         values = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (ValueError, *NO_ARRAY) as error:
         raise InvalidInput(f"{where}: not one list per token ({error}); give a list of lists, or a Ragged") from None
     return Ragged(values, offsets_of(lengths))
 
@@ -209,6 +211,11 @@ def _checked_offsets(lists: Ragged, where: str) -> Ragged:
     return Ragged(values, offsets.astype(np.int64))
 
 
+def not_an_array(error: Exception, where: str) -> InvalidInput:
+    remedy = "give numbers of one kind; a tensor as tensor.detach().cpu(), a bfloat16 one as tensor.float()"
+    return InvalidInput(f"{where}: not an array ({error}); {remedy}")
+
+
 def coerce(column: Column, value: Values, where: str) -> Array:
     """Return the value as a read-only array of the column's dtype and rank. Raises rather than change a value."""
     ready = _ready_view(column, value)
@@ -217,14 +224,8 @@ def coerce(column: Column, value: Values, where: str) -> Array:
     try:
         with np.errstate(invalid="ignore"):  # converting a signalling NaN is valid and must not warn
             raw = np.asarray(value)
-    except (
-        ValueError,
-        TypeError,
-        OverflowError,
-        RuntimeError,
-    ) as error:  # RuntimeError: a tensor that needs a gradient
-        remedy = "give numbers of one kind; a tensor as tensor.detach().cpu(), a bfloat16 one as tensor.float()"
-        raise InvalidInput(f"{where}: not an array ({error}); {remedy}") from None
+    except (ValueError, *NO_ARRAY) as error:
+        raise not_an_array(error, where) from None
     if raw.ndim == 0 and raw.dtype.kind not in "buif":
         raise InvalidInput(f"{where}: {shown(value)}; give a list or an array of numbers")
     _check_rank(column, raw, where)

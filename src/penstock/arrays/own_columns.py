@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from penstock.arrays.coercion import Values, as_lists, coerce_cells
+from penstock.arrays.coercion import NO_ARRAY, Values, as_lists, coerce_cells, not_an_array
 from penstock.arrays.columns import COLUMNS, TOKEN_COLUMNS, TOPK, Array, Cells, Column, Description, Per
 from penstock.arrays.ragged import Ragged
 from penstock.errors import ConfigError, InvalidInput, shown
@@ -133,7 +133,7 @@ def read_own(given: Given, known: Own, where: str) -> tuple[dict[str, Cells], Ow
 
 def _seen_in(name: str, value: Values, where: str) -> Column:
     """Infer the column from values without a declaration."""
-    array = _array(value)
+    array = _array(value, where)
     if array is None or (array.ndim == 2 and array.shape[1] == 0):
         lists = as_lists(value, where)
         # Lists that are all empty have no dtype of their own: numpy says float64, but ids are what such lists hold.
@@ -146,7 +146,7 @@ def _seen_in(name: str, value: Values, where: str) -> Column:
     return _column(name, array.dtype, where, trailing=array.ndim - 1)
 
 
-def _array(value: Any) -> Array | None:
+def _array(value: Any, where: str) -> Array | None:
     """Return the value as an array, or None for lists of several lengths."""
     if isinstance(value, Ragged):
         return None
@@ -155,6 +155,8 @@ def _array(value: Any) -> Array | None:
             array = np.asarray(value)
     except ValueError:  # numpy raises this for lists of different lengths
         return None
+    except NO_ARRAY as error:
+        raise not_an_array(error, where) from None
     has_lists = isinstance(value, list | tuple) and any(row is None or np.iterable(row) for row in value)
     return None if array.dtype == object and has_lists else array
 

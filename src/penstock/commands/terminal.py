@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from penstock.errors import InvalidInput
+from penstock.server import redraws
 
 _CHOICE = re.compile(r"invalid choice: '?([^'( ]+)'? \(choose from (.*)\)")
 _NOTE = re.compile(r"(\s*\S.*?)\s{2,}(\S.*)")
@@ -137,7 +138,7 @@ class Progress:
     """Shows one line on a terminal, at most every `every_s` seconds. In a log, prints one every `log_every_s`."""
 
     def __init__(self, every_s: float = 0.0, *, log_every_s: float = math.inf) -> None:
-        self._terminal, self._shown = sys.stderr.isatty(), False
+        self._terminal, self._shown = redraws(sys.stderr), False
         self._every_s = every_s if self._terminal else log_every_s
         self._next = 0.0 if self._terminal else time.monotonic() + log_every_s
 
@@ -212,7 +213,7 @@ class FirstSign:
         self._streams: tuple[Any, Any] = (sys.stdout, sys.stderr)
 
     def __enter__(self) -> None:
-        if sys.stderr.isatty():
+        if redraws(sys.stderr):
             sys.stdout, sys.stderr = (_Watched(stream, self) for stream in self._streams)
             threading.Thread(target=self._count, name="penstock-first-sign", daemon=True).start()
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from penstock.commands.terminal import Progress
 from penstock.commands.which_run import RUN_HELP, checked_where, export_folder
+from penstock.errors import InvalidInput
 from penstock.server import printable
 from penstock.view import EVALUATION, Export, Skipped, Step, tally
 
@@ -49,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _chosen(export: Export, run: str | None, step: int | None) -> list[Step]:
     """Return the requested steps, of one run or of all. Raises if no step has that number."""
+    if run == EVALUATION and run not in export.runs:
+        raise InvalidInput("--evaluation: no evaluation groups are in the export")
     runs = export.runs if run is None else [export.choose(run)]
     found = [one for name in runs for one in export.steps(name) if step is None or one.number == step]
     if step is not None and not found:

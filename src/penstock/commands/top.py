@@ -26,7 +26,7 @@ from penstock.commands.which_run import RUN_HELP, asking, checked_where, is_addr
 from penstock.errors import InvalidInput
 from penstock.plane import Ledger
 from penstock.protocol import over_length_text
-from penstock.server import printable
+from penstock.server import printable, redraws
 
 Look = Callable[[], dict[str, Any]]
 _CLEAR = "\x1b[H\x1b[J"
@@ -169,9 +169,8 @@ def _waiting(now: dict[str, Any]) -> str:
         return "not known from a folder; give the plane's address"
     if now["phase"] == "failed":
         return "every rank for the trainer to be restarted; the session failed"
-    if now["missing"]:
-        names = ", ".join(f"rank {rank} replica {replica}" for rank, replica in now["missing"][:8])
-        return f"the plane for processes to join: {names}" + (" ..." if len(now["missing"]) > 8 else "")
+    if now["phase"] in ("forming", "rejoining"):
+        return f"the plane for {now['waiting_for']}"
     who = "producers and plane" if now["waiting_for"] == "the trainer" else "ranks"
     text = f"{who} for {now['waiting_for']}"
     if now.get("producers_waiting"):
@@ -236,7 +235,7 @@ def _plain(lines: list[str]) -> None:
 @contextmanager
 def _screen() -> Iterator[Callable[[list[str]], None]]:
     """Yield a function that shows a page: redrawn on a terminal, with rich if installed; otherwise printed."""
-    if not sys.stdout.isatty():
+    if not redraws(sys.stdout):
         yield _plain
         return
     try:
@@ -249,7 +248,7 @@ def _screen() -> Iterator[Callable[[list[str]], None]]:
 
     def panel(lines: list[str]) -> Panel:
         text = Text("\n".join(lines[1:]))
-        text.highlight_regex(r"(?m)^\w+", "cyan")
+        text.highlight_regex(r"(?m)^(so far|\w+)", "cyan")
         text.highlight_words(["NOT BALANCED", "failed"], "bold red")
         return Panel(text, title=Text(lines[0]), title_align="left")
 

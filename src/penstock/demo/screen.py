@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.demo.launch import Progress
 from penstock.plane import Ledger
+from penstock.server import redraws
 from penstock.view import Export, Library, serving
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -38,7 +39,7 @@ def screen(title: str, *, quiet: bool) -> Iterator[Callable[[Progress], None]]:
     """Yield a function that shows a `Progress`."""
     if quiet:
         yield lambda _: None
-    elif sys.stdout.isatty():
+    elif redraws(sys.stdout):
         try:
             from rich.live import Live
         except ImportError:

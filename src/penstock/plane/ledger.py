@@ -158,9 +158,11 @@ def odd_groups(kinds: Mapping[Kinds, int], held: Iterable[GroupRow]) -> dict[int
     for row in held:
         for name, kind in row.kinds:
             if kind != chosen.get(name, kind):
+                count = found_of[name][chosen[name]]
+                others = "1 held group is" if count == 1 else f"{count} held groups are"
                 found[row.op] = (
-                    f"{name}: this group is {_kind_text(kind)}, {found_of[name][chosen[name]]} held groups are "
-                    f"{_kind_text(chosen[name])}; a step takes one kind. Put all groups alike, or declare `needs`"
+                    f"{name}: this group is {_kind_text(kind)}, {others} {_kind_text(chosen[name])}; a step takes one "
+                    "kind. Put all groups alike, or declare `needs`"
                 )
     return found
 

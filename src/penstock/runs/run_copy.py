@@ -74,7 +74,7 @@ class Copied:
     """Number of frames copied in this round."""
     num_bytes: int = 0
     freed: int = 0
-    """Number of frames and segments deleted in the copy, because the source no longer needs them."""
+    """Number of frames deleted in the copy, because the source no longer needs them."""
     damaged: dict[str, str] = field(default_factory=dict)
     """Groups whose frames are damaged in the source -> reason. The copy lacks these frames."""
 
@@ -222,10 +222,10 @@ class RunCopy:
         witness.close()
         if not self._storage.set_marker(marker.to_bytes(), self._storage.marker()):
             raise Conflict(f"{self._storage.url}: another process moved the marker; stop the plane that uses the copy")
-        self._storage.delete(dropped)
+        self._storage.delete(dropped)  # also segments that were empty, and what an earlier round may have deleted
+        found.commits, found.freed = self._commits, len(self._have - needed.keys())
         self._have &= needed.keys()
         self._there = {*self._have, *segments}
-        found.commits, found.freed = self._commits, len(dropped)
 
     def _sign(self, needed: dict[str, _Needed], dropped: list[str]) -> Marker:
         """Turn the new log into the copy's own: its id, storage and origin, and what it still has to delete."""

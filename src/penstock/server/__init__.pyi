@@ -6,6 +6,7 @@ from penstock.server.http_server import is_loopback as is_loopback
 from penstock.server.http_server import parse_address as parse_address
 from penstock.server.log_format import log_lines as log_lines
 from penstock.server.log_format import printable as printable
+from penstock.server.log_format import redraws as redraws
 from penstock.server.metrics_page import MetricsPage as MetricsPage
 from penstock.server.metrics_page import metrics_token as metrics_token
 from penstock.server.plane_process import PlaneProcess as PlaneProcess

@@ -7,6 +7,7 @@ line or control an operator's terminal.
 from __future__ import annotations
 
 import logging
+import os
 import time
 import traceback
 from collections.abc import Callable
@@ -22,6 +23,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def redraws(stream: IO[str]) -> bool:
+    """Return whether a stream is a terminal that can move its cursor. TERM=dumb says that it cannot."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 class LineFormatter(logging.Formatter):

@@ -48,8 +48,10 @@
       ps.card(
         "too long",
         ps.number(long.truncated_samples + long.dropped_samples),
-        `${ps.number(long.truncated_samples)} truncated by ${ps.number(long.truncated_tokens)} tokens, ` +
-          `${ps.number(long.dropped_samples)} of ${ps.number(long.dropped_tokens)} tokens dropped`,
+        long.truncated_samples + long.dropped_samples
+          ? `${ps.number(long.truncated_samples)} truncated by ${ps.number(long.truncated_tokens)} tokens, ` +
+              `${ps.number(long.dropped_samples)} of ${ps.number(long.dropped_tokens)} tokens dropped`
+          : "no sample was longer than seq_len",
       ),
       lengths(means || {}),
       ps.card("filtered", ps.number(filtered), listed(ledger.discarded) || "none before they were put or when late columns came"),

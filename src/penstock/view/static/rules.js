@@ -10,7 +10,7 @@
       label: "DPPO",
       needs: ["prob_delta", "advantages"],
       inputs: { high: 0.2, low: 0.2 },
-      about: "whose probability rose by more than high under a push up, or fell by more than low otherwise",
+      about: "whose probability rose by more than high with an advantage above 0, or fell by more than low otherwise",
       judge: (c, t, i) =>
         c.advantages[i] > 0
           ? c.prob_delta[i] > t.high
@@ -33,7 +33,7 @@
       label: "PPO clip",
       needs: ["importance_ratio", "advantages"],
       inputs: { low: 0.2, high: 0.2 },
-      about: "whose ratio is above 1 + high under a push up, or below 1 − low under a push down",
+      about: "whose ratio is above 1 + high with an advantage above 0, or below 1 − low with one below 0",
       judge: (c, t, i) =>
         c.advantages[i] > 0 && c.importance_ratio[i] > 1 + t.high
           ? HIGH
