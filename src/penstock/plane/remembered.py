@@ -187,7 +187,7 @@ def note_seq_len(settings: PlaneSettings, recorder: Recorder, storage: Storage) 
 
 
 def _records_of(cuts: Sequence[_Cut], seq_len: int) -> list[Record]:
-    """Return the decisions that count what is cut, and drop groups of which nothing is left."""
+    """Return the decisions that count the cuts, and that drop groups left empty by them."""
     found = OverLength.total(cut.further for cut in cuts) if cuts else NONE
     records: list[Record] = [Shorten(**asdict(found))] if found else []
     if dropped := {cut.op: f"every sample is longer than seq_len {seq_len}" for cut in cuts if cut.is_dropped}:

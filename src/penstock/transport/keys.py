@@ -29,7 +29,7 @@ from penstock.errors import ConfigError
 
 _DOMAIN = "penstock"
 _MAX_KEY_FILE = 4096
-"""Bytes, of which a key has 40."""
+"""In bytes. A key has 40."""
 _REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
