@@ -133,8 +133,7 @@ class PlaneState:
         """Whether log and storage forget nothing. Memory forgets all the same."""
         self._begin_unwritten()
         self._unfilled = (-1, "")
-        """The decision after which a draw found too few groups, and why. Until the next one, drawing again is
-        pointless."""
+        """The decision after which a draw found too few groups, and why. Drawing again before the next is pointless."""
         self._drawn: tuple[int, ...] = ()
         """Groups of the step that is drawn and not planned yet. The log must not record their new state before the
         step."""
