@@ -1,6 +1,5 @@
 """Addresses of logs in PostgreSQL, postgresql://USER@HOST/DATABASE#RUN, without secrets; and text that is no address.
 
-
 A password in an address would end up in process lists, settings, errors and the log itself. So addresses with one are
 rejected: libpq finds the password in PGPASSWORD, in the file that PGPASSFILE names, or in a service file.
 """
@@ -21,7 +20,6 @@ _WHERE_TO = (
     "with postgresql://?service=NAME)"
 )
 _MAX_NAME = 40
-
 _HOST_AND_PORT = re.compile(r"[\w.-]+:\d{1,5}")
 
 
