@@ -28,7 +28,6 @@ from penstock.log.decision_records import read_record as read_record
 from penstock.log.finding import PLANE as PLANE
 from penstock.log.finding import as_corrupt as as_corrupt
 from penstock.log.finding import check_is_sqlite as check_is_sqlite
-from penstock.log.finding import check_where as check_where
 from penstock.log.finding import is_run as is_run
 from penstock.log.finding import note_url as note_url
 from penstock.log.finding import open_existing as open_existing
@@ -48,6 +47,7 @@ from penstock.log.pids import is_alive as is_alive
 from penstock.log.pids import is_gone as is_gone
 from penstock.log.pids import pid_space as pid_space
 from penstock.log.postgres_address import check_address as check_address
+from penstock.log.postgres_address import check_where as check_where
 from penstock.log.postgres_address import is_postgres as is_postgres
 from penstock.log.postgres_address import redacted as redacted
 from penstock.log.postgres_address import split_run as split_run

@@ -6,7 +6,6 @@ log.url         one line, the address of its database and the run's name: postgr
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,17 +23,6 @@ from penstock.log.sqlite_reader import reading_sqlite
 URL = "log.url"
 PLANE = "plane"
 """The folder of a run's plane, in the layout of `penstock demo` and `penstock train`."""
-_HOST_AND_PORT = re.compile(r"[\w.-]+:\d{1,5}")
-
-
-def check_where(where: str) -> None:
-    """Reject text that would be taken for a folder by mistake. The empty path means the current folder."""
-    if not where:
-        raise ConfigError("'': empty; was a shell variable unset? Give . for the current folder")
-    if _HOST_AND_PORT.fullmatch(where):
-        raise ConfigError(
-            f"{where}: neither a folder nor an address; give 'tcp://{where}', or './{where}' for a folder"
-        )
 
 
 def is_run(folder: str | Path) -> bool:

@@ -1,4 +1,4 @@
-"""Addresses of logs in PostgreSQL: postgresql://USER@HOST/DATABASE#RUN, without secrets.
+"""Addresses of logs in PostgreSQL, postgresql://USER@HOST/DATABASE#RUN, without secrets; and text that is no address.
 
 A password in an address would end up in process lists, settings, errors and the log itself. So addresses with one are
 rejected: libpq finds the password in PGPASSWORD, in the file that PGPASSFILE names, or in a service file.
@@ -20,6 +20,17 @@ _WHERE_TO = (
     "with postgresql://?service=NAME)"
 )
 _MAX_NAME = 40
+_HOST_AND_PORT = re.compile(r"[\w.-]+:\d{1,5}")
+
+
+def check_where(where: str) -> None:
+    """Reject text that would be taken for a folder by mistake. The empty path means the current folder."""
+    if not where:
+        raise ConfigError("'': empty; was a shell variable unset? Give . for the current folder")
+    if _HOST_AND_PORT.fullmatch(where):
+        raise ConfigError(
+            f"{where}: neither a folder nor an address; give 'tcp://{where}', or './{where}' for a folder"
+        )
 
 
 def is_postgres(address: str) -> bool:
