@@ -228,10 +228,14 @@ class SocketClient:
         """Handshakes that the other side ended without a reason, since the last message."""
 
     def send(self, header: bytes, frames: Frames = ()) -> None:
+        end = self._large if frames else self._small
         try:
-            send_parts(self._large if frames else self._small, [header], frames)
+            send_parts(end, [header], frames)
         except zmq.Again:
-            return  # the plane is away and the queue is full; the protocol repeats the message
+            # ZeroMQ notices at most once per millisecond that messages have left the queue, so it may only seem full.
+            # Reading EVENTS makes it look now. If it is full, the plane is away, and the protocol repeats the message.
+            if int(end.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
+                send_parts(end, [header], frames)
 
     def receive(self, timeout_s: float) -> Envelope | None:
         # Only sockets that are ready are read: an attempt that finds nothing costs more than the message itself.
