@@ -33,6 +33,7 @@ from tests.support.gated_plane import (
     PATIENCE_S,
     QUICK,
     RANKS,
+    SLOW,
     Gate,
     SlowIntake,
     SlowSweeper,
@@ -120,7 +121,7 @@ def test_an_error_in_planning_is_told_to_every_rank_and_the_plane_lives_on() -> 
 
 
 def test_a_rank_is_sent_its_samples_before_those_of_the_last_rank_are_gathered() -> None:
-    with trying() as (plane, server, builder):
+    with trying(SLOW) as (plane, server, builder):
         builder.part_gate = Gate()
         for name in "ab":
             plane.put(named_group(name))

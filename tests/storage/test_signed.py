@@ -28,7 +28,7 @@ from tests.storage.test_direct import SETTINGS, open_plane, server_of, sources_o
 from tests.support.groups import named_group
 from tests.support.object_proxy import Fault, ObjectProxy
 from tests.support.object_torture import torture_objects
-from tests.support.pace import eventually
+from tests.support.pace import eventually, pace
 from tests.support.planes import FAST, PATIENT
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, s3_environment
 
@@ -57,7 +57,7 @@ class Plane:
 @pytest.fixture
 def objects(s3_bucket: str, s3_proxy: ObjectProxy) -> ObjectStorage:
     assert s3_proxy.url
-    return ObjectStorage(f"s3://{s3_bucket}/runs/mine", patience_s=3.0)
+    return ObjectStorage(f"s3://{s3_bucket}/runs/mine", patience_s=3.0 * pace())
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def plane(objects: ObjectStorage) -> Plane:
 
 @pytest.fixture
 def signed(plane: Plane) -> SignedStorage:
-    return SignedStorage(plane.storage.url, plane.sign, patience_s=3.0)
+    return SignedStorage(plane.storage.url, plane.sign, patience_s=3.0 * pace())
 
 
 # ------------------------------------------------------------------ one suite

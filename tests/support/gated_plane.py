@@ -31,6 +31,8 @@ from tests.support.pace import pace, stretched
 PATIENCE_S = 60.0
 RANKS = 2
 QUICK = stretched(Timeouts(heartbeat_s=0.1, peer_s=0.5, delivery_s=2.0, plane_s=0.5, resend_s=0.1), pace())
+SLOW = replace(QUICK, peer_s=PATIENCE_S, delivery_s=PATIENCE_S, plane_s=PATIENCE_S)
+"""For tests in which no deadline may pass, however busy the machine is."""
 
 
 @dataclass(slots=True)
@@ -119,27 +121,27 @@ def settings_of(timeouts: Timeouts = QUICK) -> PlaneSettings:
 
 @contextmanager
 def served(
-    make: Callable[[Engine, Workers], Pipeline], storage: Storage | None = None
+    make: Callable[[Engine, Workers], Pipeline], storage: Storage | None = None, timeouts: Timeouts = QUICK
 ) -> Iterator[tuple[ps.Plane, PlaneLoop]]:
     """A plane in a thread, as `ps.open` makes it, with a pipeline of the test's."""
     memory = MemoryPlane()
-    server = PlaneLoop(settings_of(), SqliteLog(None), [memory], pipeline=make, storage=storage)
+    server = PlaneLoop(settings_of(timeouts), SqliteLog(None), [memory], pipeline=make, storage=storage)
     memory.last_words = server.last_words
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    with ps.Plane(memory.connect, url="memory:", timeouts=QUICK, server=server, thread=thread) as plane:
+    with ps.Plane(memory.connect, url="memory:", timeouts=timeouts, server=server, thread=thread) as plane:
         yield plane, server
 
 
 @contextmanager
-def trying() -> Iterator[tuple[ps.Plane, PlaneLoop, Trying]]:
+def trying(timeouts: Timeouts = QUICK) -> Iterator[tuple[ps.Plane, PlaneLoop, Trying]]:
     made: list[Trying] = []
 
     def make(engine: Engine, workers: Workers) -> Pipeline:
         made.append(Trying(StepBuilder(engine.settings.packing, engine.storage)))
         return Pipeline(engine, Intake(engine.settings, engine.writer), made[0], workers)
 
-    with served(make) as (plane, server):
+    with served(make, timeouts=timeouts) as (plane, server):
         yield plane, server, made[0]
 
 
