@@ -103,7 +103,8 @@ def test_curves_of_a_run_that_only_exports_grow_with_its_steps(page: Any, tmp_pa
         wait_until(
             page, "document.querySelector('[data-curve=\"Grad norm\"]').getAttribute('aria-label').includes('1 to 2')"
         )
-        assert page.eval_on_selector_all("#step option", "all => all.map(o => o.value)") == ["2", "1"]
+        # The page is drawn again with the new step, and for a moment its list of steps is empty.
+        wait_until(page, "[...document.querySelectorAll('#step option')].map(o => o.value).join() === '2,1'")
     assert page.errors == []
 
 
