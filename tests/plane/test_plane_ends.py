@@ -150,6 +150,7 @@ def test_a_source_that_is_never_closed_frees_the_folder_of_its_plane(tmp_path: P
             source = plane.source(0)
             for step in source.steps(timeout=30 * pace()):
                 source.commit(step)
+                source.flush(30 * pace())  # a commit that is on its way may be lost with its source
                 steps.append(step)  # a step that is kept keeps neither
                 break
             held: list[Any] = [source, plane]
